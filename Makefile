@@ -11,7 +11,7 @@ INSTALL := $(BIN)/python -m pip install --disable-pip-version-check -c constrain
 QUIET_IN_LOG := $$(test -t 1 || echo --quiet)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all check lint types contracts doctest bench clean
+.PHONY: help demo test test-all check lint types contracts doctest bench clean interrupted
 .NOTPARALLEL:
 
 help:  ## list these commands
@@ -50,7 +50,7 @@ clean:  ## remove .venv, build results and caches
 
 # The stamp appears only when all is installed. An install that was interrupted may have left half a package behind,
 # which pip would take for a whole one, so the next try starts from an empty environment.
-$(VENV)/.installed: pyproject.toml constraints.txt
+$(VENV)/.installed: pyproject.toml constraints.txt $(if $(wildcard $(VENV)/.installing),interrupted)
 	@test -n "$(PYTHON)" || { echo "No Python >= 3.11 found. Install one, or name it: make PYTHON=/path/to/python3.12 ..." >&2; exit 1; }
 	@$(PYTHON) -c '$(NEW_ENOUGH)' || { echo "$(PYTHON) is $$($(PYTHON) -V 2>&1), but Python >= 3.11 is needed: make PYTHON=/path/to/python3.12 ..." >&2; exit 1; }
 	@$(PYTHON) -c 'import venv, ensurepip' || { echo "$(PYTHON) cannot create virtual environments: install its venv package (Debian: python3-venv)" >&2; exit 1; }
@@ -58,10 +58,11 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	    echo "Creating $(VENV) and installing torch, lightning and what they need (a few minutes, once) ..."; \
 	    $(PYTHON) -m venv --clear $(VENV); fi
 	@rm -f $@ $(VENV)/.dev-installed && touch $(VENV)/.installing
-	@$(INSTALL) $(QUIET_IN_LOG) -e '.[examples,test]'
+	@$(INSTALL) $(QUIET_IN_LOG) setuptools
+	@$(INSTALL) $(QUIET_IN_LOG) --no-build-isolation -e '.[examples,test]'
 	@mv $(VENV)/.installing $@
 
 $(VENV)/.dev-installed: $(VENV)/.installed
 	@touch $(VENV)/.installing
-	@$(INSTALL) $(QUIET_IN_LOG) -e '.[dev]'
+	@$(INSTALL) $(QUIET_IN_LOG) --no-build-isolation -e '.[dev]'
 	@rm $(VENV)/.installing && touch $@
