@@ -1,0 +1,1 @@
+"""The tests of lightning_4d; the folders mirror those of the sources."""
