@@ -9,6 +9,7 @@ if __name__ != "lightning_4d.callbacks":
     raise ImportError(
         f"the folder 'callbacks' of lightning-4d was imported as {__name__!r}, "
         "but it is the package 'lightning_4d.callbacks' and its files would be loaded twice: "
-        "write 'from lightning_4d.callbacks import ...' (a package 'callbacks' of your own must come first on sys.path)",
+        "write 'from lightning_4d.callbacks import ...' "
+        "(a package 'callbacks' of your own must come earlier on sys.path)",
         name=__name__,
     )

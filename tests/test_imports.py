@@ -42,16 +42,14 @@ def _name(path: Path) -> str:
 
 def test_import_loads_nothing_heavy(tmp_path: Path) -> None:
     """Empty stand-ins make a heavy import visible also where the real package is not installed."""
+    for name in HEAVY:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").touch()
     program = f"""
-        import importlib.util, json, sys
-        missing = [name for name in {HEAVY!r} if importlib.util.find_spec(name) is None]
-        for name in missing:
-            folder = __import__("pathlib").Path({str(tmp_path)!r}, name)
-            folder.mkdir()
-            (folder / "__init__.py").touch()
-        sys.path.append({str(tmp_path)!r})
+        import json, sys
         import lightning.pytorch, torchmetrics  # what they load is not ours
         before = set(sys.modules)
+        sys.path.append({str(tmp_path)!r})  # last: a real package is found first
         import lightning_4d
         print(json.dumps(sorted(name for name in set(sys.modules) - before if name.split(".")[0] in {HEAVY!r})))
     """

@@ -1,4 +1,4 @@
-"""The folder ``callbacks/`` is the package ``lightning_4d.callbacks`` wherever the project is used: checkout, wheel, sdist."""
+"""``callbacks/`` is the package ``lightning_4d.callbacks`` however the project is used: checkout, wheel or sdist."""
 
 from __future__ import annotations
 
