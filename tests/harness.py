@@ -1,8 +1,8 @@
 """Trains a LightningModule for a few steps under any strategy, records what must be equal, and compares two records.
 
-    actual = pool.run(4, train, TinyGPT, partial(NDStrategy, data_parallel_replicate_size=2))
-    expected = reference(pool, 4, TinyGPT)      # Lightning's own DDP with as many data-parallel ranks: the same batches
-    compare(actual, expected, rtol=1e-10)
+actual = pool.run(4, train, TinyGPT, partial(NDStrategy, data_parallel_replicate_size=2))
+expected = reference(pool, 4, TinyGPT)  # Lightning's own DDP with as many data-parallel ranks: the same batches
+compare(actual, expected, rtol=1e-10)
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ WORST = 10  # offenders listed in an error
 
 @dataclass
 class Recording:
-    """What one rank saw. All but `losses` is equal on all ranks when the strategy is right (metrics: if synchronised)."""
+    """What one rank saw. All but `losses` and metrics that are not synchronised is equal on all ranks."""
 
     losses: list[float] = field(default_factory=list)
     """Loss of each training batch on this rank, not divided by accumulate_grad_batches."""
@@ -62,7 +62,7 @@ def full_tensors(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 class Recorder(Callback):
-    """Fills a Recording during fit. It reads gradients and parameters only, so the numbers stay those of the strategy."""
+    """Fills a Recording during fit; it only reads, so the numbers stay those of the strategy."""
 
     def __init__(self, gather: Gather = full_tensors, count_communication: bool = False) -> None:
         self.recording = Recording()
@@ -147,8 +147,8 @@ def _gradients(module: LightningModule, optimizer: Optimizer) -> dict[str, Tenso
     strangers = [tuple(parameter.shape) for parameter in held if id(parameter) not in names]
     if strangers:
         raise AssertionError(
-            f"the optimizer holds {len(strangers)} tensors that are not parameters of the module, of shapes {strangers}: "
-            "it was built from parameters that have since been replaced"
+            f"the optimizer holds {len(strangers)} tensors that are not parameters of the module, of shapes "
+            f"{strangers}: it was built from parameters that have since been replaced"
         )
     return {names[id(p)]: p.grad for p in held if p.grad is not None}
 
@@ -288,7 +288,7 @@ def compare(
         noise: see above.
 
     Raises:
-        AssertionError: names that are missing or extra, other shapes, dtypes or numbers of steps, or values too far apart.
+        AssertionError: missing or extra names, other shapes, dtypes or numbers of steps, or values too far apart.
     """
     if isinstance(actual, Recording) != isinstance(expected, Recording):
         raise TypeError("compare one Recording with one, or a list with a list of the same length")

@@ -95,7 +95,14 @@ class Block(nn.Module):
     """A pre-norm transformer block."""
 
     def __init__(
-        self, dim: int, heads: int, *, fused_qkv: bool = True, rope: bool = False, causal: bool = True, dropout: float = 0.0
+        self,
+        dim: int,
+        heads: int,
+        *,
+        fused_qkv: bool = True,
+        rope: bool = False,
+        causal: bool = True,
+        dropout: float = 0.0,
     ) -> None:
         super().__init__()
         self.norm1 = nn.LayerNorm(dim)
@@ -224,7 +231,7 @@ class WithUnused(MLP):
 
 
 class WithBuffers(Regression):
-    """BatchNorm, a buffer that every training step updates from its own data, and a constant one outside the state_dict.
+    """BatchNorm, a buffer updated from each training batch, and a constant one outside the state_dict.
 
     Under DDP the running buffers of rank 0 win, since DDP broadcasts them before each forward.
     """

@@ -1,4 +1,4 @@
-"""Gloo ranks for tests: `pool.run(4, function)` runs a function of a test module on 4 processes and returns their results.
+"""Gloo ranks for tests: `pool.run(4, function)` runs a function of a test module on 4 processes.
 
 pool.py starts and watches the ranks, worker.py is what runs inside one, preload.py is what all of them share.
 """

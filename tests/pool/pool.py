@@ -1,4 +1,4 @@
-"""Starts the ranks of a task from a fork server that lives for the whole session, watches them, and collects what they report.
+"""Starts the ranks of a task from a fork server that lives for the whole session, watches them, collects their reports.
 
 A rank is a fork of a process that has imported everything already, so it starts in about 20 ms, and since it serves one
 task only, nothing a test does to a rank (seeds, default dtype, environment, torch's caches, a dead process group) can
@@ -33,7 +33,7 @@ ROOT = Path(__file__).parents[2]
 OUTPUT_LINES = 60  # of a failing rank, shown in the error
 # What a rank says whose peer has gone: a consequence, never the cause.
 SECONDARY = re.compile(
-    r"Connection (closed|reset)|Broken pipe|connectFullMesh|connection was closed|Socket closed|recvValue|failed to recv",
+    r"Connection (closed|reset)|Broken pipe|connectFullMesh|connection was closed|Socket closed|failed to recv",
     re.IGNORECASE,
 )
 

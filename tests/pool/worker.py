@@ -1,4 +1,4 @@
-"""One rank of one task: takes on the environment torchrun would give it, joins a new process group, runs, reports, exits."""
+"""One rank of one task: takes on torchrun's environment, joins a new process group, runs, reports, exits."""
 
 from __future__ import annotations
 
@@ -167,8 +167,8 @@ class _ResultPickler(pickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, DTensor):
             raise TypeError(
-                f"the result holds a DTensor of shape {tuple(obj.shape)}, which means nothing outside its process group; "
-                "return its full_tensor() or to_local()"
+                f"the result holds a DTensor of shape {tuple(obj.shape)}, which means nothing outside its process "
+                "group; return its full_tensor() or to_local()"
             )
         if isinstance(obj, torch.Tensor) and (obj.requires_grad or obj.device.type != "cpu" or _is_view(obj)):
             return torch.clone, (obj.detach().cpu().clone(),)
