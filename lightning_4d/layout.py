@@ -37,7 +37,7 @@ _EXAMPLE = "pp2.dp2x4.cp1.tp8"
 # Nine digits are more devices than there are, and few enough for int() to take without complaint.
 _PART = re.compile(
     r"(?P<name>pp|cp|tp)(?P<size>[0-9]{1,9}) | dp((?P<replicate>[0-9]{1,9})x)?(?P<shard>[0-9]{1,9})",
-    re.VERBOSE | re.ASCII,
+    re.VERBOSE,
 )
 
 
@@ -381,15 +381,15 @@ class _Request:
         ratio, values = closest
         sizes = {**start, **dict(zip(targets, values, strict=True))}
         layout = _filled(sizes, self.world_size)
-        # Of two equally near layouts the one with more shards needs less memory.
-        cost = (len(_MODEL_AXES & changed), ratio, -layout.data_parallel_shard_size, layout.sizes)
+        # Of equally near layouts take the one with fewer stages and replicas: more shards, which need less memory.
+        cost = (len(_MODEL_AXES & changed), ratio, layout.sizes)
         return _Option(cost, (sizes, changed))
 
 
 class _Option(NamedTuple):
     """Legal sizes with the axes changed for them, and how far they are from the given ones (compared left to right)."""
 
-    cost: tuple[int, Fraction, int, tuple[int, ...]]
+    cost: tuple[int, Fraction, tuple[int, ...]]
     choice: tuple[dict[str, Size], frozenset[str]]
 
 

@@ -296,6 +296,8 @@ def test_text_form_is_tolerant(text, sizes):
         ("pp-1", "unknown part 'pp-1'", "pp1.dp1x1.cp1.tp1"),
         ("tp\u0662", "unknown part 'tp\u0662'", "pp1.dp1x1.cp1.tp1"),  # a digit, but not an ASCII one
         ("tp" + "9" * 5000, "unknown part 'tp9999", "pp1.dp1x1.cp1.tp1"),  # more digits than int() takes
+        ("dp" + "9" * 5000, "unknown part 'dp9999", "pp1.dp1x1.cp1.tp1"),
+        ("dp" + "9" * 5000 + "x2", "unknown part 'dp9999", "pp1.dp1x1.cp1.tp1"),
         ("tp2,pp2", "unknown part 'tp2,pp2'", "pp1.dp1x1.cp1.tp1"),
         ("tp0", "zero in part 'tp0'", "pp1.dp1x1.cp1.tp1"),
         ("dp0x4", "zero in part 'dp0x4'", "pp1.dp1x4.cp1.tp1"),
