@@ -1,0 +1,249 @@
+"""The one file that touches private names of torch: each with the version it was read in and the reason.
+
+Everything else in the package uses public interfaces only, so that an upgrade of torch is checked here first.
+Read in torch 2.11 to 2.13.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+
+# ----------------------------------------------------------------------------------------------------------------------
+# torch.distributed.fsdp (FSDP2)
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def fsdp_initialize(root: FSDPModule) -> None:
+    """Fix which module is the FSDP root now, instead of at the first forward.
+
+    Reason: FSDP2 takes the first module that happens to run as the root (``FSDPState._lazy_init``). A callback that
+    calls a submodule before the first step would make that submodule the root and break every later step.
+    """
+    root._get_fsdp_state()._lazy_init()  # pyright: ignore[reportPrivateUsage]
+
+
+def fsdp_detach_forward_hooks(module: FSDPModule) -> None:
+    """Remove the forward hooks that ``fully_shard`` put on ``module``.
+
+    Reason: the root's group is gathered for a whole step (``register_fsdp_forward_method``). Its hooks on ``forward``
+    would run once more inside the step, and record the root twice in the prefetch order.
+    """
+    state = module._get_fsdp_state()  # pyright: ignore[reportPrivateUsage]
+    state._pre_forward_hook_handle.remove()
+    state._post_forward_hook_handle.remove()
+
+
+def fsdp_pre_backward(root: FSDPModule) -> Callable[[Tensor], Tensor]:
+    """Return the root's pre-backward hook, to be registered on a loss.
+
+    Reason: a loss that never left the step (manual optimization calls backward inside it) carries no hook of the
+    root, so the root's gradients would never be reduced.
+    """
+    return root._get_fsdp_state()._pre_backward  # pyright: ignore[reportPrivateUsage]
+
+
+def fsdp_finish_backward(root: FSDPModule) -> None:
+    """Reduce gradients that a backward without the root's hook left on gathered parameters.
+
+    Which ranks: all ranks of the data-parallel mesh, if any of them has such gradients.
+    """
+    root._get_fsdp_state()._root_post_backward_final_callback()  # pyright: ignore[reportPrivateUsage]
+
+
+def fsdp_has_unreduced_gradients(modules: Iterable[FSDPModule]) -> bool:
+    """Whether autograd left gradients on gathered parameters that FSDP has not reduced."""
+    return any(
+        (unsharded := getattr(param, "_unsharded_param", None)) is not None and unsharded.grad is not None
+        for param in fsdp_parameters(modules)
+    )
+
+
+def fsdp_groups(module: FSDPModule) -> list[Any]:
+    """Return the communication groups (``FSDPParamGroup``) of one FSDP module; usually one, none without parameters."""
+    state = module._get_fsdp_state()  # pyright: ignore[reportPrivateUsage]
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]  # torch 2.11
+
+
+def fsdp_parameters(modules: Iterable[FSDPModule]) -> Iterator[Any]:
+    """Iterate over the ``FSDPParam`` objects of ``modules``."""
+    for module in modules:
+        for group in fsdp_groups(module):
+            yield from group.fsdp_params
+
+
+def fsdp_is_gathered(module: FSDPModule) -> bool:
+    """Whether the module's own parameters are gathered (registered unsharded) right now."""
+    return any(not group.is_sharded for group in fsdp_groups(module))
+
+
+def fsdp_reset(root: FSDPModule) -> None:
+    """Bring FSDP back to idle after a step that raised; a no-op where torch (2.11) cannot."""
+    state = root._get_fsdp_state()  # pyright: ignore[reportPrivateUsage]
+    if hasattr(state, "_reset_iter_state"):
+        state._reset_iter_state()
+
+
+def fsdp_mirror_requires_grad(modules: Iterable[FSDPModule]) -> None:
+    """Copy ``requires_grad`` from sharded to gathered parameters.
+
+    Reason: FSDP copies the flag when it gathers. ``toggle_optimizer`` changes it on the sharded ones inside a step,
+    when the root is already gathered.
+    """
+    for param in fsdp_parameters(modules):
+        unsharded = getattr(param, "_unsharded_param", None)
+        if unsharded is not None and unsharded.requires_grad != param.sharded_param.requires_grad:
+            unsharded.requires_grad_(param.sharded_param.requires_grad)
+
+
+def fsdp_received_gradient(param: Any) -> bool:
+    """Whether this rank's backward gave the FSDP parameter a gradient that is not reduced yet."""
+    if param.unsharded_accumulated_grad is not None:
+        return True
+    unsharded = getattr(param, "_unsharded_param", None)
+    return unsharded is not None and unsharded.grad is not None
+
+
+def fsdp_before_reduce(module: FSDPModule, hook: Callable[[list[Any]], None]) -> None:
+    """Call ``hook(fsdp_params)`` each time before a group of ``module`` reduces its gradients.
+
+    Reason: FSDP2 reduces the parameters that got a gradient on *this* rank. If ranks differ, it mixes gradients of
+    different parameters without a word when sizes happen to agree; this is the only place to notice in time.
+    """
+    for group in fsdp_groups(module):
+        group.post_backward = _hooked_post_backward(group, group.post_backward, hook)
+
+
+def _hooked_post_backward(group: Any, post_backward: Callable[..., None], hook: Callable[[list[Any]], None]) -> Any:
+    def hooked(*unused: Any) -> None:
+        if group.reduce_grads:
+            hook(group.fsdp_params)
+        post_backward(*unused)
+
+    return hooked
+
+
+def fsdp_restore_class_name(module: nn.Module) -> None:
+    """Give the class that ``fully_shard`` made (``FSDPGPT``) the user's name back (``GPT``).
+
+    Reason: model summaries, logs and error messages name classes; sharding must not change what a user sees.
+    """
+    cls, original = type(module), type(module).__mro__[2]
+    cls.__name__, cls.__qualname__, cls.__module__ = original.__name__, original.__qualname__, original.__module__
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# torch.distributed
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
+    """Flatten all axes of ``mesh`` into one named axis (``DeviceMesh._flatten``: no public spelling up to 2.13)."""
+    return mesh._flatten(name)  # pyright: ignore[reportPrivateUsage]
+
+
+def failed_ranks(key: str, world_size: int, grace: timedelta) -> int:
+    """Announce under ``key`` that this rank failed, and return how many ranks announced it within ``grace``.
+
+    Uses the default group's key-value store (no public accessor up to 2.13), since after a failure no collective can
+    be trusted. Returns 1 when the store cannot be reached any more.
+    """
+    try:
+        from torch.distributed.distributed_c10d import _get_default_store
+
+        store = _get_default_store()
+        count = store.add(key, 1)
+        deadline = time.monotonic() + grace.total_seconds()
+        while count < world_size and time.monotonic() < deadline:
+            time.sleep(0.05)
+            count = store.add(key, 0)
+        return count
+    except (RuntimeError, ValueError, dist.DistError):
+        return 1
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# torch.amp
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def share_overflow(scaler: torch.amp.GradScaler) -> None:
+    """Let all ranks share whether any of them found an overflow in its part of the gradients. Idempotent.
+
+    Reason: ``GradScaler`` looks at local gradients; ranks that disagree would skip different steps. The method wrapped
+    (``_unscale_grads_``) serves both ``unscale_`` and optimizers that unscale themselves.
+
+    Which ranks must call the scaler: all ranks.
+    """
+    if getattr(scaler, "_lightning_4d_shared", False):
+        return
+    unscale = scaler._unscale_grads_  # pyright: ignore[reportPrivateUsage]
+
+    def unscale_and_share(*args: Any, **kwargs: Any) -> dict[torch.device, Tensor]:
+        found = unscale(*args, **kwargs)
+        if dist.is_initialized():
+            for found_inf in found.values():
+                dist.all_reduce(found_inf, op=dist.ReduceOp.MAX)
+        return found
+
+    scaler._unscale_grads_ = unscale_and_share  # pyright: ignore[reportPrivateUsage,reportAttributeAccessIssue]
+    scaler._lightning_4d_shared = True  # pyright: ignore[reportAttributeAccessIssue]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# torch.overrides
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def observe_meta_initialization(report: Callable[[nn.Parameter, nn.Module | None], None]) -> Iterator[None]:
+    """Call ``report(parameter, module)`` for each initialisation of a parameter on the meta device.
+
+    ``module`` is the one whose ``reset_parameters`` does it, or None for other code, which includes reading ``.data``.
+    Reason: initialisation on the meta device is lost. ``reset_parameters`` can be repeated later; other code cannot, and
+    must not be dropped silently. Only the frame walk is private (to CPython).
+    """
+    with _MetaInitializationObserver(report):
+        yield
+
+
+class _MetaInitializationObserver(torch.overrides.TorchFunctionMode):
+    def __init__(self, report: Callable[[nn.Parameter, nn.Module | None], None]) -> None:
+        super().__init__()
+        self._report = report
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        target = args[0] if args else None
+        if isinstance(target, nn.Parameter) and target.is_meta and _initializes(func):
+            self._report(target, _resetting_module())
+        return func(*args, **(kwargs or {}))
+
+
+def _initializes(func: Callable[..., Any]) -> bool:
+    if func is torch.Tensor.data.__get__:  # pyright: ignore[reportAttributeAccessIssue]
+        return True
+    name = getattr(func, "__name__", "")
+    return name.endswith("_") and not name.startswith("__") and name != "requires_grad_"
+
+
+def _resetting_module() -> nn.Module | None:
+    frame = sys._getframe(2)
+    while frame is not None:
+        if frame.f_code.co_name in ("reset_parameters", "_reset_parameters"):
+            return frame.f_locals.get("self")
+        frame = frame.f_back
+    return None

@@ -1,0 +1,69 @@
+"""Turn a distributed checkpoint folder into one ordinary Lightning ``.ckpt`` file, on one process, without a model."""
+
+from __future__ import annotations
+
+import os
+import re
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from lightning_4d.checkpoint import files
+from lightning_4d.checkpoint.load import FolderCheckpoint, set_nested
+from lightning_4d.checkpoint.optimizer_state import positional
+from lightning_4d.checkpoint.save import save_file
+from lightning_4d.errors import CheckpointError, explain
+
+
+def consolidate(folder: str | os.PathLike[str], file: str | os.PathLike[str], *, weights_only: bool = False) -> None:
+    """Write ``file``, which ``LightningModule.load_from_checkpoint`` and any Trainer open without this package.
+
+    Needs memory for the whole checkpoint. Optimizer states, schedulers, loops, callbacks and hyper-parameters are kept.
+
+    Args:
+        folder: a distributed checkpoint.
+        file: where to write; replaced only when complete.
+        weights_only: refuse to unpickle anything but plain data. The default trusts the folder, as ``meta.pt`` may hold
+            the user's own classes.
+
+    Raises:
+        CheckpointError: ``folder`` is no complete distributed checkpoint, or ``file`` is a folder.
+    """
+    source = files.locate(folder)
+    if not source.is_dir():
+        raise CheckpointError(
+            explain(f"{str(source)!r}", "only a distributed checkpoint, a folder, is consolidated", "use it as it is")
+        )
+    target = files.local_path(file)
+    if target.is_dir():
+        raise CheckpointError(
+            explain(f"{str(target)!r} is a folder", "the result is one file", f"write {str(target / 'model.ckpt')!r}")
+        )
+    save_file(target, _content(source, weights_only))
+
+
+def _content(source: Any, weights_only: bool) -> dict[str, Any]:
+    opened = FolderCheckpoint(source, weights_only)
+    tensors = _read_all(opened)
+    content = dict(opened.content)
+    content["state_dict"] = tensors.pop("state_dict", {})
+    optimizers = {int(name.removeprefix("optimizer_")): s for name, s in tensors.items() if name.startswith("optimizer_")}
+    content["optimizer_states"] = [positional(optimizers[index]) for index in sorted(optimizers)]
+    return content
+
+
+def _read_all(opened: FolderCheckpoint) -> dict[str, Any]:
+    """Read every tensor and value of the folder into nested dictionaries, as they were saved."""
+    metadata = dcp.FileSystemReader(opened.path).read_metadata()
+    wanted = {n: m for n, m in metadata.state_dict_metadata.items() if re.match(r"state_dict\.|optimizer_\d+\.", n)}
+    flat: dict[str, Any] = {
+        name: torch.empty(stored.size, dtype=stored.properties.dtype) if isinstance(stored, TensorStorageMetadata) else None
+        for name, stored in wanted.items()
+    }
+    opened.read(flat)
+    nested: dict[str, Any] = {}
+    for name, value in flat.items():
+        set_nested(nested, metadata.planner_data[name], value)
+    return nested

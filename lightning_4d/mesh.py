@@ -1,0 +1,73 @@
+"""The device mesh: which rank sits where, and the named groups of ranks that communicate.
+
+One ``torch.distributed`` device mesh with the axes of :data:`lightning_4d.layout.AXES`, outermost first, plus the
+flattened axes that mechanisms need. Built once per strategy; all ranks must build it together.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from lightning_4d._torch_private import flatten_mesh
+from lightning_4d.layout import AXES, ParallelLayout
+
+
+class Mesh:
+    """The ranks of a job arranged by a :class:`~lightning_4d.layout.ParallelLayout`.
+
+    Args:
+        layout: the resolved sizes of all axes.
+        device_type: ``"cpu"``, ``"cuda"``, ...: the kind of device whose process-group backend communicates.
+
+    Which ranks must call: all ranks of the default process group, together (it creates process groups).
+    """
+
+    def __init__(self, layout: ParallelLayout, device_type: str) -> None:
+        self.layout = layout
+        self.device_mesh: DeviceMesh = init_device_mesh(device_type, layout.sizes, mesh_dim_names=AXES)
+        self.rank: int = dist.get_rank()
+        self.coordinate: dict[str, int] = layout.coordinate(self.rank)
+        # Created here, not on first use, because creating a group is a collective of all ranks.
+        self._data = flatten_mesh(self.device_mesh["dp_replicate", "dp_shard"], "dp")
+
+    def __getitem__(self, axes: str | tuple[str, ...]) -> DeviceMesh:
+        """Return the sub-mesh of one axis name or of several, outermost first."""
+        return self.device_mesh[axes]
+
+    def __repr__(self) -> str:
+        return f"Mesh({self.layout}, rank={self.rank}, coordinate={self.coordinate})"
+
+    @cached_property
+    def parameter_sharding(self) -> DeviceMesh:
+        """The mesh that FSDP2 shards parameters over: 1-D (shard), or 2-D (replicate, shard) for HSDP."""
+        if self.layout.data_parallel_replicate_size == 1:
+            return self.device_mesh["dp_shard"]
+        return self.device_mesh["dp_replicate", "dp_shard"]
+
+    @property
+    def data_parallel(self) -> DeviceMesh:
+        """The flattened 1-D mesh of the ranks that read different data (replicate x shard)."""
+        return self._data
+
+    @property
+    def data_parallel_group(self) -> dist.ProcessGroup:
+        """The process group of the ranks that read different data."""
+        return self._data.get_group()
+
+    @property
+    def data_parallel_rank(self) -> int:
+        """This rank's index among the ranks that read different data."""
+        return self.layout.data_parallel_rank(self.rank)
+
+    @property
+    def data_parallel_size(self) -> int:
+        """How many ranks read different data."""
+        return self.layout.data_parallel_size
+
+    @property
+    def data_parallel_source(self) -> int:
+        """The global rank of data-parallel rank 0 in this rank's group: the source of broadcasts."""
+        return self.layout.group_ranks(("dp_replicate", "dp_shard"), self.rank)[0]

@@ -1,0 +1,1 @@
+"""The mechanisms of parallel training: they know mesh axes and modules, never Lightning."""

@@ -1,0 +1,83 @@
+"""Notice when data-parallel ranks use different parameters in one backward.
+
+FSDP2 reduces the parameters that got a gradient on *this* rank. When ranks differ, it waits for ever, or, where the sizes
+happen to agree, adds gradients of different parameters. Plain DDP refuses such a step, and so does this.
+
+A model whose backward always uses the same parameters pays nothing after its first step. One that changes (several
+optimizers, layers dropped in lockstep) is compared once per backward.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
+
+from lightning_4d import _torch_private as private
+from lightning_4d.errors import UnsupportedError, explain
+
+
+class Participation:
+    """Compares, over the data-parallel ranks, which parameters of each FSDP group got a gradient.
+
+    Args:
+        units: the FSDP modules, in the same order on all ranks.
+        group: process group of all data-parallel ranks; another one than FSDP's own.
+        device: where the group's backend communicates.
+    """
+
+    def __init__(self, units: Sequence[FSDPModule], group: dist.ProcessGroup, device: torch.device) -> None:
+        self._group = group
+        self._device = device
+        self._agreed_groups: set[tuple[int, tuple[bool, ...]]] = set()
+        self._agreed_backwards: set[tuple[tuple[int, tuple[bool, ...]], ...]] = set()
+        self._backward: list[tuple[int, tuple[bool, ...]]] = []
+        for index, unit in enumerate(units):
+            private.fsdp_before_reduce(unit, lambda params, index=index: self._before_reduce(index, params))
+
+    def _before_reduce(self, index: int, params: Sequence[Any]) -> None:
+        used = tuple(private.fsdp_received_gradient(p) for p in params if p.sharded_param.requires_grad)
+        if not any(used):
+            return  # FSDP calls this once more at the end of the backward; nothing is reduced then
+        self._backward.append((index, used))
+        if (index, used) not in self._agreed_groups:
+            self._compare((index, used), params, used)
+            self._agreed_groups.add((index, used))
+
+    def after_backward(self) -> None:
+        """Compare the whole backward unless it used what every backward before it used.
+
+        Which ranks must call: all data-parallel ranks, after each backward that reduced gradients.
+        """
+        backward = tuple(self._backward)
+        self._backward.clear()
+        if len(self._agreed_backwards) == 1 and backward in self._agreed_backwards:
+            return
+        self._compare(backward)
+        self._agreed_backwards.add(backward)
+
+    def _compare(self, mine: object, params: Sequence[Any] = (), used: Sequence[bool] = ()) -> None:
+        digest = _digest(mine)
+        here = torch.tensor([digest], dtype=torch.int64, device=self._device)
+        everywhere = torch.empty(dist.get_world_size(self._group), dtype=torch.int64, device=self._device)
+        dist.all_gather_into_tensor(everywhere, here, group=self._group)
+        if bool((everywhere == digest).all()):
+            return
+        trainable = [p for p in params if p.sharded_param.requires_grad]
+        unused = [p._param_fqn for p, is_used in zip(trainable, used, strict=True) if not is_used]
+        named = f" (without a gradient here: {', '.join(map(str, unused[:5]))})" if unused else ""
+        raise UnsupportedError(
+            explain(
+                f"the data-parallel ranks used different parameters in one backward{named}",
+                "sharded gradients are reduced together, so every rank must use the same parameters in each backward",
+                "let every rank use them, for example by adding 0.0 * parameter.sum() of the unused ones to the loss",
+            )
+        )
+
+
+def _digest(value: object) -> int:
+    return int.from_bytes(hashlib.blake2b(repr(value).encode(), digest_size=7).digest(), "big")

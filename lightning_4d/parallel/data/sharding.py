@@ -1,0 +1,383 @@
+"""Shard a module by FSDP2, and run a user's steps on it.
+
+One mechanism for all sizes of the data axes: sharded (FSDP), sharded inside and replicated between groups of ranks
+(HSDP), replicated only (shard = 1), and a single process, where nothing is wrapped at all. `DataParallel` is what a
+trainer holds on to: it runs the steps, and keeps gradients and parameters consistent around them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+from torch.optim import Optimizer
+
+from lightning_4d import _torch_private as private
+from lightning_4d.errors import UnsupportedError, explain
+from lightning_4d.mesh import Mesh
+from lightning_4d.parallel.blocks import Block
+from lightning_4d.parallel.data.buffers import Buffers
+from lightning_4d.parallel.data.initialize import MetaInitialization, broadcast
+from lightning_4d.parallel.data.participation import Participation
+from lightning_4d.parallel.data.replicated import ReplicatedParameters
+
+_T = TypeVar("_T")
+_STEP = "_lightning_4d_step"  # the method on the root that FSDP treats as a forward
+
+_registry: weakref.WeakKeyDictionary[nn.Module, DataParallel] = weakref.WeakKeyDictionary()
+
+
+@dataclass(frozen=True)
+class DataParallelOptions:
+    """How to shard.
+
+    Args:
+        reshard_after_forward: free a block's gathered parameters after its forward and gather them again in backward.
+            ``"auto"``: where that frees anything, that is when the shard size is above 1.
+        compile_blocks: compile each block's ``forward`` by ``torch.compile``.
+    """
+
+    reshard_after_forward: bool | str = "auto"
+    compile_blocks: bool = False
+
+
+def sharded(root: nn.Module) -> DataParallel | None:
+    """Return what an earlier :func:`shard` made of ``root``, or None."""
+    return _registry.get(root)
+
+
+def shard(
+    root: nn.Module,
+    blocks: Sequence[Block],
+    mesh: Mesh,
+    device: torch.device,
+    options: DataParallelOptions,
+    initialization: MetaInitialization,
+) -> DataParallel:
+    """Move ``root`` to ``device``, equal on all ranks, and shard it over the data axes of ``mesh``, block by block.
+
+    Values come from data-parallel rank 0, or from ``reset_parameters`` for what is on the meta device. Beyond its own
+    shards, no rank holds more than one block and what lies outside the blocks on ``device``. Parameters change
+    identity, names do not.
+
+    Which ranks must call: all ranks of the data-parallel group, with the same module.
+
+    Raises:
+        UnsupportedError: the module cannot be initialised or sharded exactly; names the parameters.
+    """
+    initialization.check(root)
+    names = {id(parameter): name for name, parameter in root.named_parameters()}
+    blocks = _independent(root, blocks)
+    block_modules = {block.module for block in blocks}
+    inside = {module for block in blocks for module in block.module.modules()}
+    for module in root.modules():  # parents first: the order in which one process initialises
+        if module in block_modules or module not in inside:
+            initialization.materialize(module.modules() if module in block_modules else [module], device)
+            _prepare(module.modules() if module in block_modules else [module], mesh, device)
+    if options.compile_blocks:
+        for block in blocks:
+            _compile_forward(block.module)
+    result = DataParallel(root, mesh, device, names)
+    if mesh.data_parallel_size > 1:
+        result.wrap(blocks, options)
+    _registry[root] = result
+    return result
+
+
+def _independent(root: nn.Module, blocks: Sequence[Block]) -> list[Block]:
+    """Leave out blocks that share a parameter with another block only: no group of their own could hold it."""
+    inside = {module for block in blocks for module in block.module.modules()}
+    outside = {p for module in root.modules() if module not in inside for p in module.parameters(recurse=False)}
+    owners = Counter(p for block in blocks for p in block.module.parameters() if p not in outside)
+    return [block for block in blocks if all(owners[p] <= 1 for p in block.module.parameters())]
+
+
+def _prepare(modules: Iterable[nn.Module], mesh: Mesh, device: torch.device) -> None:
+    """Put what ``modules`` hold themselves on ``device``, contiguous, and equal to data-parallel rank 0's."""
+    tensors: dict[Tensor, None] = {}
+    for module in modules:
+        tensors.update(dict.fromkeys(module.parameters(recurse=False)))
+        tensors.update(dict.fromkeys(module.buffers(recurse=False)))
+    for tensor in tensors:
+        tensor.data = tensor.data.to(device).contiguous()
+    if mesh.data_parallel_size > 1:
+        broadcast(tensors, mesh.data_parallel_source, mesh.data_parallel_group)
+
+
+def _compile_forward(module: nn.Module) -> None:
+    # Not `module.compile()`: that would take the hooks of FSDP and of checkpointing into the graph.
+    module.forward = torch.compile(module.forward)
+
+
+class DataParallel:
+    """A module made data-parallel by :func:`shard`: runs its steps, and finishes gradients.
+
+    With one data-parallel rank every method is a plain call or does nothing.
+
+    Args:
+        root: the module, prepared: on its device and equal on all ranks.
+        mesh: the mesh of the job.
+        device: the device of the parameters.
+        original_names: the name of each parameter by the ``id`` it had before it was sharded.
+    """
+
+    def __init__(self, root: nn.Module, mesh: Mesh, device: torch.device, original_names: dict[int, str]) -> None:
+        self.root = root
+        self.mesh = mesh
+        self.original_names = original_names
+        self.units: list[FSDPModule] = []  # blocks in order, the root last
+        self._device = device
+        self._replicated: ReplicatedParameters | None = None
+        self._participation: Participation | None = None
+        self._buffers: Buffers | None = None
+        self._depth = 0  # of steps
+        self._calls = 0  # of modules that hold the root's parameters, running now
+        self._synchronise = True
+        self._manual = False
+        self._gathers: list[FSDPModule] | None = None
+
+    # ------------------------------------------------------------------------------------------------------- set-up
+
+    def wrap(self, blocks: Sequence[Block], options: DataParallelOptions) -> None:
+        """Shard the blocks, then what is left, and hook into the places where gathered parameters are needed."""
+        whole = _whole_parameters(self.root, blocks)
+        inside = {module for block in blocks for module in block.module.modules()}
+        outside = {m: list(m.parameters(recurse=False)) for m in self.root.modules() if m not in inside}
+        shared = {p for parameters in outside.values() for p in parameters}
+        for block in blocks:
+            self._fully_shard(block.module, whole | shared, options)
+        owners = [module for module, parameters in outside.items() if parameters and module is not self.root]
+        self._fully_shard(self.root, whole, options)
+        mesh, group = self.mesh.parameter_sharding, self.mesh.data_parallel_group
+        self._replicated = ReplicatedParameters(self.root, whole, mesh, group)
+        self._buffers = Buffers(self.root, self.mesh, self._device)
+        self._hook_root([self.root, *owners])
+        self._participation = Participation(self.units, group, self._device)
+
+    def _fully_shard(self, module: nn.Module, ignored: set[nn.Parameter], options: DataParallelOptions) -> None:
+        reshard = options.reshard_after_forward
+        if reshard == "auto":
+            reshard = self.mesh.layout.data_parallel_shard_size > 1
+        fully_shard(
+            module,
+            mesh=self.mesh.parameter_sharding,
+            # The root is needed from the start of the step to the end of its backward.
+            reshard_after_forward=cast("bool", reshard) and module is not self.root,
+            ignored_params=ignored,
+        )
+        private.fsdp_restore_class_name(module)
+        self.units.append(cast("FSDPModule", module))
+
+    def _hook_root(self, owners: Sequence[nn.Module]) -> None:
+        """Gather the root's group for a step, and for calls from outside one (a callback that samples)."""
+        root = self._fsdp_root
+        private.fsdp_detach_forward_hooks(root)
+        private.fsdp_initialize(root)
+        setattr(root, _STEP, lambda step, *args, **kwargs: step(*args, **kwargs))
+        register_fsdp_forward_method(self.root, _STEP)
+        for module in owners:
+            module.register_forward_pre_hook(self._before_use, prepend=True)
+            module.register_forward_hook(self._after_use, always_call=True)
+        for unit in self.units[:-1]:
+            cast("nn.Module", unit).register_forward_pre_hook(self._note_gather, prepend=True)
+
+    @property
+    def _fsdp_root(self) -> FSDPModule:
+        return self.units[-1]
+
+    # -------------------------------------------------------------------------------------------------------- steps
+
+    def run(self, step: Callable[..., _T], *args: Any, **kwargs: Any) -> _T:
+        """Call ``step(*args, **kwargs)`` with the parameters outside the blocks gathered.
+
+        Under ``torch.no_grad`` they are sharded again afterwards; else the backward does that.
+
+        Which ranks must call: all data-parallel ranks, with steps that call the same blocks in the same order.
+
+        Raises:
+            UnsupportedError: the step used a sharded parameter outside its block's own call.
+        """
+        if not self.units or self._depth:
+            return step(*args, **kwargs)
+        assert self._replicated is not None
+        self._depth += 1
+        try:
+            self._replicated.gather()
+            with _mixed_tensors_named():
+                output = getattr(self.root, _STEP)(step, *args, **kwargs)
+        finally:
+            self._depth -= 1
+        if not torch.is_grad_enabled():
+            self.settle()
+        return output
+
+    def run_training_step(self, step: Callable[..., _T], *args: Any, **kwargs: Any) -> _T:
+        """Like :meth:`run`, and keep buffers that training changes equal over the ranks."""
+        if self._buffers is None:
+            return self.run(step, *args, **kwargs)
+        self._buffers.before_training_step()
+        output = self.run(step, *args, **kwargs)
+        self._buffers.after_training_step(self._synchronise)
+        return output
+
+    def synchronize_buffers(self) -> None:
+        """Make changed buffers those of data-parallel rank 0. Which ranks must call: all of the data-parallel group."""
+        if self._buffers is not None:
+            self._buffers.synchronize()
+
+    @contextlib.contextmanager
+    def record_gathers(self) -> Iterator[list[FSDPModule]]:
+        """Record which blocks gather their parameters, in order; see :meth:`replay_gathers`."""
+        self._gathers = []
+        try:
+            yield self._gathers
+        finally:
+            self._gathers = None
+
+    def replay_gathers(self, gathers: Sequence[FSDPModule]) -> None:
+        """Take part in the gathering of one evaluation step of the other ranks, without running it.
+
+        For a rank that has fewer batches than others. ``gathers`` is a record of a step of its own.
+        """
+        if not self.units:
+            return
+        reshard = self.mesh.layout.data_parallel_shard_size > 1
+        self._fsdp_root.unshard()
+        for unit in gathers:
+            unit.unshard()
+            if reshard:
+                unit.reshard()
+        self.settle()
+
+    # ----------------------------------------------------------------------------------------------------- gradients
+
+    def before_backward(self, loss: Tensor) -> None:
+        """Let the backward of ``loss`` reduce the gradients of the root's group, wherever the loss was made."""
+        if self.units and loss.requires_grad:
+            loss.register_hook(private.fsdp_pre_backward(self._fsdp_root))
+
+    def after_backward(self) -> None:
+        """Finish what a backward left. Which ranks must call: all data-parallel ranks, after each backward."""
+        if not self.units or not self._synchronise:
+            return
+        assert self._replicated is not None
+        assert self._participation is not None
+        self._replicated.reduce_gradients()
+        self._participation.after_backward()
+
+    @contextlib.contextmanager
+    def no_gradient_sync(self) -> Iterator[None]:
+        """Keep gradients local inside the context: the accumulation steps before the last one."""
+        if not self.units:
+            yield
+            return
+        self._set_synchronise(False)
+        try:
+            yield
+        finally:
+            self._set_synchronise(True)
+
+    def _set_synchronise(self, synchronise: bool) -> None:
+        self._synchronise = synchronise
+        for unit in self.units:
+            unit.set_requires_gradient_sync(synchronise, recurse=False)
+
+    def reduce_manual_gradients(self) -> None:
+        """Under manual optimization, reduce gradients of a backward that went past :meth:`before_backward`.
+
+        That is a plain ``loss.backward()``. Under automatic optimization gradients that are not reduced are those of
+        an accumulation in progress. Which ranks must call: all data-parallel ranks, before gradients are used.
+        """
+        if not self.units or not self._manual:
+            return
+        assert self._replicated is not None
+        if private.fsdp_has_unreduced_gradients(self.units):
+            private.fsdp_finish_backward(self._fsdp_root)
+        if self._replicated.has_unreduced_gradients:
+            self._replicated.reduce_gradients()
+
+    def watch_optimizer(self, optimizer: Optimizer, *, manual: bool) -> None:
+        """Keep gathered copies fresh after ``optimizer`` steps; under manual optimization also finish gradients."""
+        if not self.units:
+            return
+        self._manual = manual
+        if manual:
+            optimizer.register_step_pre_hook(lambda *_: self.reduce_manual_gradients())
+        optimizer.register_step_post_hook(lambda *_: self.settle())
+
+    def mirror_requires_grad(self) -> None:
+        """Apply ``requires_grad`` of the parameters that optimizers see to the gathered ones in use."""
+        private.fsdp_mirror_requires_grad(self.units)
+
+    # ------------------------------------------------------------------------------------------------------ parameters
+
+    def settle(self) -> None:
+        """Let the module hold sharded parameters again, so that no gathered copy can be stale or written to."""
+        for unit in self.units:
+            if private.fsdp_is_gathered(unit):
+                unit.reshard()
+        if self._replicated is not None:
+            self._replicated.reshard()
+
+    def recover(self) -> None:
+        """Bring FSDP back to idle after a step that raised."""
+        self._depth = self._calls = 0
+        if self.units:
+            self._set_synchronise(True)
+            private.fsdp_reset(self._fsdp_root)
+            self.settle()
+
+    def _before_use(self, module: nn.Module, args: Any) -> None:
+        assert self._replicated is not None
+        self._calls += 1
+        if not private.fsdp_is_gathered(self._fsdp_root):
+            self._fsdp_root.unshard()
+        self._replicated.gather()
+
+    def _after_use(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._calls -= 1
+        if self._calls == self._depth == 0 and not torch.is_grad_enabled():
+            self.settle()
+
+    def _note_gather(self, module: nn.Module, args: Any) -> None:
+        if self._gathers is not None:
+            self._gathers.append(cast("FSDPModule", module))
+
+
+def _whole_parameters(root: nn.Module, blocks: Sequence[Block]) -> set[nn.Parameter]:
+    """Parameters that FSDP2 cannot put into their group: 0-d, or of another dtype than most of the group."""
+    remaining = dict.fromkeys(root.parameters())
+    whole: set[nn.Parameter] = set()
+    for module in (*(block.module for block in blocks), root):
+        group = [p for p in module.parameters() if p in remaining]
+        sizes: Counter[torch.dtype] = Counter()
+        for parameter in group:
+            del remaining[parameter]
+            if parameter.requires_grad:
+                sizes[parameter.dtype] += parameter.numel()
+        dtype = sizes.most_common(1)[0][0] if sizes else None
+        whole.update(p for p in group if p.ndim == 0 or (p.requires_grad and p.dtype != dtype))
+    return whole
+
+
+@contextlib.contextmanager
+def _mixed_tensors_named() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        if "mixed torch.Tensor and DTensor" not in str(error):
+            raise
+        raise UnsupportedError(
+            explain(
+                "the step used a parameter of a block without calling the block itself",
+                "a block's parameters are gathered only while its own forward runs",
+                "call the block as a module, or give blocks= the container whose layers are called",
+            )
+        ) from error

@@ -1,0 +1,6 @@
+"""The strategies: what users give to ``Trainer(strategy=...)``."""
+
+from lightning_4d.strategies.hsdp import HSDPStrategy
+from lightning_4d.strategies.nd import NDStrategy
+
+__all__ = ["HSDPStrategy", "NDStrategy"]

@@ -1,0 +1,460 @@
+"""`NDStrategy`: the one class that translates between Lightning and the mechanisms of :mod:`lightning_4d.parallel`.
+
+Its hooks are a few lines each: what they do is in the mechanism that they call.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Generator, Mapping
+from datetime import timedelta
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
+from lightning.fabric.utilities.distributed import (
+    _distributed_is_initialized,
+    _get_default_process_group_backend_for_device,
+    _init_dist_connection,
+    _sync_ddp_if_available,
+)
+from lightning.fabric.utilities.optimizer import _optimizers_to_device
+from lightning.fabric.utilities.rank_zero import rank_zero_only
+from lightning.fabric.utilities.seed import reset_seed
+from lightning.fabric.utilities.types import _PATH, ReduceOp
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
+from lightning.pytorch.strategies.parallel import ParallelStrategy
+from lightning.pytorch.strategies.strategy import TBroadcast
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_only as pytorch_rank_zero_only
+from lightning.pytorch.utilities.types import STEP_OUTPUT
+from torch import Tensor
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_4d.checkpoint.optimizer_state import parameter_names
+from lightning_4d.errors import UnsupportedError, explain
+from lightning_4d.layout import ParallelLayout
+from lightning_4d.mesh import Mesh
+from lightning_4d.parallel.blocks import find_blocks
+from lightning_4d.parallel.data import DataParallel, DataParallelOptions, MetaInitialization, shard, sharded
+from lightning_4d.strategies.checkpointing import CheckpointTranslator
+from lightning_4d.strategies.evaluation import EvaluationBalance
+from lightning_4d.strategies.failure import Failure
+from lightning_4d.strategies.precision import install_gradient_tools
+from lightning_4d.strategies.support import refuse_foreign_parameters, refuse_rebuilt_model, refuse_unsupported
+
+Size = int | Literal["auto"]
+
+
+class NDStrategy(ParallelStrategy):
+    """Train an ordinary LightningModule on any layout of data axes, with the numbers of plain DDP.
+
+    Sizes of context, tensor and pipeline parallelism other than 1 are refused until they are supported.
+
+    Args:
+        data_parallel_replicate_size: ranks that hold the same shard; gradients are all-reduced among them.
+        data_parallel_shard_size: ranks that share one copy of parameters, gradients and optimizer states (FSDP2).
+            At most one size is ``"auto"``: what remains of the world after the others.
+        context_parallel_size: ranks that share a sequence.
+        tensor_parallel_size: ranks that share each layer.
+        pipeline_parallel_size: ranks that hold consecutive stages of layers.
+        blocks: the dotted name of the ``nn.ModuleList`` or ``nn.Sequential`` of repeated layers, or several names;
+            ``"auto"`` finds them.
+        compile_blocks: compile the forward of each block by ``torch.compile``.
+        reshard_after_forward: free gathered parameters of a block between its forward and its backward; ``"auto"``:
+            when the shard size is above 1.
+        save_distributed_checkpoint: a folder that all ranks write, or else one ordinary ``.ckpt`` file.
+        process_group_backend: by default ``nccl`` on CUDA and ``gloo`` on CPU.
+        timeout: how long a collective may wait for a rank.
+
+    Raises:
+        LayoutError: sizes that do not fit the world, as soon as the Trainer is made.
+        UnsupportedError: something that could not give the numbers of plain DDP, at set-up, by name.
+    """
+
+    strategy_name = "nd"
+
+    def __init__(
+        self,
+        data_parallel_replicate_size: Size = 1,
+        data_parallel_shard_size: Size = "auto",
+        context_parallel_size: Size = 1,
+        tensor_parallel_size: Size = 1,
+        pipeline_parallel_size: Size = 1,
+        blocks: str | list[str] = "auto",
+        compile_blocks: bool = False,
+        reshard_after_forward: bool | Literal["auto"] = "auto",
+        save_distributed_checkpoint: bool = True,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = default_pg_timeout,
+    ) -> None:
+        super().__init__()
+        self._sizes: dict[str, Size] = {
+            "pipeline_parallel_size": pipeline_parallel_size,
+            "data_parallel_replicate_size": data_parallel_replicate_size,
+            "data_parallel_shard_size": data_parallel_shard_size,
+            "context_parallel_size": context_parallel_size,
+            "tensor_parallel_size": tensor_parallel_size,
+        }
+        for name in ("pipeline_parallel_size", "context_parallel_size", "tensor_parallel_size"):
+            _refuse_axis(name, self._sizes[name])
+        self._blocks = blocks
+        self._options = DataParallelOptions(reshard_after_forward=reshard_after_forward, compile_blocks=compile_blocks)
+        self._process_group_backend = process_group_backend
+        self._timeout = timeout
+        self.num_nodes = 1  # set by the Trainer
+        self._layout: ParallelLayout | None = None
+        self._mesh: Mesh | None = None
+        self._data: DataParallel | None = None  # None again while a run has not reached set-up
+        self._initialization = MetaInitialization()
+        self._checkpoints = CheckpointTranslator(self, distributed=save_distributed_checkpoint)
+        self._failure = Failure(self)
+        self._evaluation = EvaluationBalance(self)
+
+    # ------------------------------------------------------------------------------------------------------ the ranks
+
+    @property
+    def layout(self) -> ParallelLayout:
+        """The sizes of all axes, resolved against the world size."""
+        if self._layout is None:
+            raise UnsupportedError(
+                explain("strategy.layout before the Trainer", "sizes resolve against the devices", "make the Trainer")
+            )
+        return self._layout
+
+    @property
+    def mesh(self) -> Mesh:
+        """The device mesh: axes, coordinates and groups of this rank. Available from ``setup`` on."""
+        if self._mesh is None:
+            raise UnsupportedError(
+                explain("strategy.mesh before set-up", "the mesh needs all processes", "read it from setup() on")
+            )
+        return self._mesh
+
+    @property
+    def data(self) -> DataParallel:
+        """The sharded module, from the strategy's set-up on."""
+        assert self._data is not None
+        return self._data
+
+    @property
+    def saves_folders(self) -> bool:
+        """Whether checkpoints are written as folders."""
+        return self._checkpoints.distributed
+
+    @property
+    def data_parallel_rank(self) -> int:
+        """This rank's index among the ranks that read different data: what an IterableDataset splits by."""
+        return self.layout.data_parallel_rank(self.global_rank)
+
+    @property
+    def data_parallel_size(self) -> int:
+        """How many ranks read different data."""
+        return self.layout.data_parallel_size
+
+    @property
+    def is_distributed(self) -> bool:
+        """Lightning asks this of strategies it does not know: insert samplers, reduce metrics."""
+        return True
+
+    @property
+    @override
+    def root_device(self) -> torch.device:
+        assert self.parallel_devices is not None
+        return self.parallel_devices[self.local_rank]
+
+    @property
+    def num_processes(self) -> int:
+        """Processes on this node."""
+        return len(self.parallel_devices) if self.parallel_devices is not None else 0
+
+    @property
+    def process_group_backend(self) -> str | None:
+        """The backend of the default process group."""
+        return self._process_group_backend
+
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        return {"num_replicas": self.data_parallel_size, "rank": self.data_parallel_rank}
+
+    def set_world_ranks(self) -> None:
+        """Tell the cluster environment and the loggers this process's rank; called by the Trainer."""
+        if self.cluster_environment is not None:
+            self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
+            self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
+        rank_zero_only.rank = pytorch_rank_zero_only.rank = self.global_rank  # pyright: ignore[reportFunctionMemberAccess]
+
+    @override
+    def _configure_launcher(self) -> None:
+        assert self.cluster_environment is not None
+        self._layout = self._resolve_layout()  # a layout that does not fit is refused before processes start
+        if not self.cluster_environment.creates_processes_externally:
+            self._launcher = _SubprocessScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+
+    def _resolve_layout(self) -> ParallelLayout:
+        return ParallelLayout.resolve(self.world_size, **self._sizes)
+
+    # --------------------------------------------------------------------------------------------------------- set-up
+
+    @override
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        self._failure.new_run()
+        self._data = None
+        reset_seed()
+        self.set_world_ranks()
+        self._process_group_backend = self._process_group_backend or _get_default_process_group_backend_for_device(
+            self.root_device
+        )
+        device_id = None if self.root_device.type == "cpu" else self.root_device
+        assert self.cluster_environment is not None
+        _init_dist_connection(
+            self.cluster_environment, self._process_group_backend, timeout=self._timeout, device_id=device_id
+        )
+        if self._mesh is None:
+            self._mesh = Mesh(self.layout, self.root_device.type)
+
+    @contextlib.contextmanager
+    @override
+    def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
+        # Not on the root device: a block moves there when it is sharded.
+        device = torch.device("meta") if empty_init else contextlib.nullcontext()
+        with device, self.precision_plugin.tensor_init_context():
+            yield
+
+    @contextlib.contextmanager
+    @override
+    def model_sharded_context(self) -> Generator[None, None, None]:
+        with self._initialization.observe():
+            yield
+
+    @override
+    def setup(self, trainer: Trainer) -> None:
+        assert self.accelerator is not None
+        self.accelerator.setup(trainer)
+        refuse_unsupported(trainer, self)
+        self._data = self._shard()
+        self._checkpoints.load_pending_model()
+        _allow_autograd_after_evaluation(trainer)
+        self.barrier("setup")
+        if trainer.state.fn == TrainerFn.FITTING:
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+        if trainer.state.fn == TrainerFn.FITTING:
+            _optimizers_to_device(self.optimizers, self.root_device)
+
+    def _shard(self) -> DataParallel:
+        """Apply the axes in their order: here the data axes alone."""
+        module = self._module
+        existing = sharded(module)
+        if existing is not None and existing.units:
+            refuse_rebuilt_model(module, existing, self.layout)
+            return existing
+        self.model = self.precision_plugin.convert_module(module)
+        if self._layer_sync is not None:
+            self.model = self._layer_sync.apply(self.model)
+        blocks = find_blocks(module, self._blocks)
+        data = shard(module, blocks, self.mesh, self.root_device, self._options, self._initialization)
+        self.model_to_device()  # what is neither parameter nor buffer: metric states
+        data.settle()
+        return data
+
+    @override
+    def model_to_device(self) -> None:
+        self._module.to(self.root_device)
+
+    @override
+    def setup_optimizers(self, trainer: Trainer) -> None:
+        self._reset_optimizers_and_schedulers()
+        super().setup_optimizers(trainer)
+        manual = not self._module.automatic_optimization
+        for optimizer in self.optimizers:
+            refuse_foreign_parameters(optimizer, self._module, self.data)
+            self.data.watch_optimizer(optimizer, manual=manual)
+        if manual and self.data.units:
+            _mirror_toggled_optimizers(self._module, self.data)
+
+    @override
+    def setup_precision_plugin(self) -> None:
+        super().setup_precision_plugin()
+        install_gradient_tools(self.precision_plugin, self.data)
+
+    @property
+    def _module(self) -> LightningModule:
+        assert self.lightning_module is not None
+        return self.lightning_module
+
+    # ---------------------------------------------------------------------------------------------------------- steps
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        self._checkpoints.restore_random_state()
+        with self.precision_plugin.train_step_context():
+            return self.data.run_training_step(self._module.training_step, *args, **kwargs)
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        with self.precision_plugin.val_step_context():
+            return self._evaluation.run(self._module.validation_step, *args, **kwargs)
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        with self.precision_plugin.test_step_context():
+            return self._evaluation.run(self._module.test_step, *args, **kwargs)
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self.precision_plugin.predict_step_context():
+            return self._evaluation.run(self._module.predict_step, *args, **kwargs)
+
+    @override
+    def on_validation_start(self) -> None:
+        self._evaluation.start()
+
+    @override
+    def on_test_start(self) -> None:
+        self._evaluation.start()
+
+    @override
+    def on_predict_start(self) -> None:
+        self._evaluation.start()
+
+    @override
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        self.pre_backward(closure_loss)
+        self.data.before_backward(closure_loss)
+        loss = self.precision_plugin.pre_backward(closure_loss, self._module)
+        self.precision_plugin.backward(loss, self._module, optimizer, *args, **kwargs)
+        self.data.after_backward()  # before the user's on_after_backward sees gradients
+        loss = self.precision_plugin.post_backward(loss, self._module)
+        self.post_backward(loss)
+        return loss
+
+    @contextlib.contextmanager
+    @override
+    def block_backward_sync(self) -> Generator[None, None, None]:
+        with self.data.no_gradient_sync():
+            yield
+
+    # ---------------------------------------------------------------------------------------------------- collectives
+
+    @override
+    def reduce(
+        self, tensor: Tensor | Any, group: Any | None = None, reduce_op: ReduceOp | str | None = "mean"
+    ) -> Tensor | Any:
+        """Reduce a tensor over ``group``, by default the ranks that read different data; other values unchanged."""
+        if not isinstance(tensor, Tensor) or not _distributed_is_initialized():
+            return tensor
+        return _sync_ddp_if_available(tensor, group or self.mesh.data_parallel_group, reduce_op=reduce_op)
+
+    @override
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Agree over all ranks: whether all, or any, of them decided so."""
+        votes = torch.tensor(int(decision), device=self.root_device)
+        if _distributed_is_initialized():
+            dist.all_reduce(votes)
+        return bool(votes == self.world_size) if all else bool(votes)
+
+    @override
+    def barrier(self, name: str | None = None) -> None:
+        if not _distributed_is_initialized() or self._failure.is_alone():
+            return
+        device_ids = [self.root_device.index] if dist.get_backend() == "nccl" else None
+        dist.barrier(device_ids=device_ids)
+
+    @override
+    def broadcast(self, obj: TBroadcast, src: int = 0) -> TBroadcast:
+        if not _distributed_is_initialized():
+            return obj
+        box = [obj]
+        dist.broadcast_object_list(box, src)
+        return box[0]
+
+    # ---------------------------------------------------------------------------------------------------- checkpoints
+
+    @property
+    @override
+    def restore_checkpoint_after_setup(self) -> bool:
+        # Lightning reads it before set-up, as for DDP, and then hands on `weights_only`. Weights wait for set-up.
+        return False
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        return self._checkpoints.module_state()
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        if isinstance(optimizer, LightningOptimizer):
+            optimizer = optimizer._optimizer
+        return self._checkpoints.optimizer_state(optimizer, parameter_names(self._module))
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
+        self._checkpoints.save(checkpoint, filepath, storage_options)
+
+    @override
+    def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
+        return self._checkpoints.open(checkpoint_path, weights_only)
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        self._checkpoints.load_model(checkpoint, strict=strict)
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        self._checkpoints.load_optimizers(checkpoint)
+
+    @override
+    def remove_checkpoint(self, filepath: _PATH) -> None:
+        self._checkpoints.remove(filepath)
+
+    # --------------------------------------------------------------------------------------------------------- ending
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        self._failure.end(exception)
+
+    @override
+    def teardown(self) -> None:
+        # Unlike the base class, leave the module where it is: sharded parameters stay on their device.
+        if self._data is not None and not self._failure.is_alone():
+            self._data.settle()
+        assert self.cluster_environment is not None
+        assert self.accelerator is not None
+        self.cluster_environment.teardown()
+        self.precision_plugin.teardown()
+        self.accelerator.teardown()
+
+
+def _refuse_axis(name: str, size: Size) -> None:
+    if size != 1:
+        raise UnsupportedError(
+            explain(f"{name}={size!r}", "this axis is not supported yet, only size 1", f"leave {name} at 1")
+        )
+
+
+def _allow_autograd_after_evaluation(trainer: Trainer) -> None:
+    """Use ``no_grad`` instead of ``inference_mode``, which would mark gathered parameters for ever."""
+    for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop, trainer.fit_loop.epoch_loop.val_loop):
+        loop.inference_mode = False
+
+
+def _mirror_toggled_optimizers(module: LightningModule, data: DataParallel) -> None:
+    """Let ``toggle_optimizer`` inside a step reach the gathered parameters that the step uses."""
+    cls = type(module)
+
+    def toggle(optimizer: Any) -> None:
+        cls.toggle_optimizer(module, optimizer)
+        data.mirror_requires_grad()
+
+    def untoggle(optimizer: Any) -> None:
+        cls.untoggle_optimizer(module, optimizer)
+        data.mirror_requires_grad()
+
+    object.__setattr__(module, "toggle_optimizer", toggle)
+    object.__setattr__(module, "untoggle_optimizer", untoggle)

@@ -1,0 +1,33 @@
+"""Make Lightning's precision plugins clip and unscale gradients that are spread over ranks."""
+
+from __future__ import annotations
+
+from lightning.pytorch.plugins.precision import Precision
+from torch.optim import Optimizer
+
+from lightning_4d._torch_private import share_overflow
+from lightning_4d.parallel.data import DataParallel
+from lightning_4d.parallel.gradients import clip_gradients_by_norm, clip_gradients_by_value
+
+
+def install_gradient_tools(plugin: Precision, data: DataParallel) -> None:
+    """Replace, on this plugin, what would act on one rank's part of the gradients only.
+
+    A plugin with its own clipping keeps it. A gradient scaler agrees over all ranks whether a step overflowed.
+    """
+
+    def by_norm(optimizer: Optimizer, clip_val: float) -> None:
+        data.reduce_manual_gradients()
+        clip_gradients_by_norm(plugin.main_params(optimizer), clip_val)
+
+    def by_value(optimizer: Optimizer, clip_val: float) -> None:
+        data.reduce_manual_gradients()
+        clip_gradients_by_value(plugin.main_params(optimizer), clip_val)
+
+    if type(plugin).clip_grad_by_norm is Precision.clip_grad_by_norm:
+        plugin.clip_grad_by_norm = by_norm
+    if type(plugin).clip_grad_by_value is Precision.clip_grad_by_value:
+        plugin.clip_grad_by_value = by_value
+    scaler = getattr(plugin, "scaler", None)
+    if scaler is not None:
+        share_overflow(scaler)

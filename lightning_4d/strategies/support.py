@@ -1,0 +1,89 @@
+"""What a strategy refuses at set-up, by name, because it could not give the numbers of plain DDP."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from lightning_4d.checkpoint.files import is_remote, local_path
+from lightning_4d.errors import UnsupportedError, explain
+from lightning_4d.layout import ParallelLayout
+from lightning_4d.parallel.data import DataParallel
+
+if TYPE_CHECKING:
+    from lightning_4d.strategies.nd import NDStrategy
+
+
+def refuse_unsupported(trainer: Trainer, strategy: NDStrategy) -> None:
+    """Refuse callbacks that copy the whole module, and checkpoint folders where ranks cannot write together.
+
+    Raises:
+        UnsupportedError: names the callback.
+        CheckpointError: names the path.
+    """
+    if strategy.layout.data_parallel_size > 1:
+        for callback in trainer.callbacks:
+            if isinstance(callback, (StochasticWeightAveraging, WeightAveraging)):
+                raise UnsupportedError(
+                    explain(
+                        f"the callback {type(callback).__name__} with layout {strategy.layout}",
+                        "it averages a copy of the whole module, made before parameters are sharded",
+                        "remove it, or average in on_train_batch_end with the module's own (sharded) parameters",
+                    )
+                )
+    if strategy.saves_folders:
+        for callback in trainer.checkpoint_callbacks:
+            path = getattr(callback, "dirpath", None) or trainer.default_root_dir
+            if is_remote(path):
+                local_path(path)
+
+
+def refuse_rebuilt_model(module: LightningModule, existing: DataParallel, layout: ParallelLayout) -> None:
+    """Refuse a module that is sharded already, but otherwise or only in part.
+
+    Raises:
+        UnsupportedError: the layout changed, or ``configure_model`` made new layers.
+    """
+    if existing.mesh.layout != layout:
+        raise UnsupportedError(
+            explain(
+                f"a module sharded as {existing.mesh.layout} in a Trainer with layout {layout}",
+                "a module keeps its layout for the life of the process",
+                "save a checkpoint and load it into a new module, or keep the layout",
+            )
+        )
+    plain = [name for name, parameter in module.named_parameters() if not isinstance(parameter, DTensor)]
+    if plain:
+        raise UnsupportedError(
+            explain(
+                f"configure_model() made {plain[0]!r} again, in a module that is sharded already",
+                "Lightning calls configure_model() before each fit, validate, test and predict",
+                "return at once from configure_model() when the layers exist",
+            )
+        )
+
+
+def refuse_foreign_parameters(optimizer: Optimizer, module: LightningModule, data: DataParallel) -> None:
+    """Refuse an optimizer that holds parameters which the module does not hold (any more).
+
+    Raises:
+        UnsupportedError: names the parameter where its name is known.
+    """
+    known = set(module.parameters())
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter in known:
+                continue
+            name = data.original_names.get(id(parameter))
+            what = f"the parameter {name!r} as it was before sharding" if name else "a parameter that is not the module's"
+            raise UnsupportedError(
+                explain(
+                    f"{type(optimizer).__name__} holds {what}, of shape {tuple(parameter.shape)}",
+                    "sharding replaces parameters, and only those that the module holds afterwards are trained",
+                    "take parameters from self.parameters() inside configure_optimizers(), not earlier",
+                )
+            )
