@@ -1,4 +1,4 @@
-"""Trains a LightningModule for a few steps under any strategy, records what must be equal, and compares two records.
+"""Trains a LightningModule for a few steps under any strategy and records what must be equal.
 
 actual = pool.run(4, train, TinyGPT, partial(NDStrategy, data_parallel_replicate_size=2))
 expected = reference(pool, 4, TinyGPT)  # Lightning's own DDP with as many data-parallel ranks: the same batches
@@ -10,49 +10,24 @@ from __future__ import annotations
 import logging
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
-import torch
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities.warnings import PossibleUserWarning
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.debug import CommDebugMode
 from torch.optim import Optimizer
 
+from tests.collectives import CollectiveCounter
+from tests.comparison import Recording, compare, merge
 from tests.pool import Pool
 
+__all__ = ["Recorder", "Recording", "compare", "full_tensors", "merge", "reference", "train"]
+
 Gather = Callable[[dict[str, Tensor]], dict[str, Tensor]]
-NUMBERS = ("losses", "gradients", "clipped", "parameters", "buffers", "metrics")
-# Noise that float arithmetic may leave in a tensor whose true value is zero (such as the gradient of a key projection's
-# bias), in units of the dtype's epsilon times the norm of all tensors of the record together.
-NOISE = 16
-WORST = 10  # offenders listed in an error
-
-
-@dataclass
-class Recording:
-    """What one rank saw. All but `losses` and metrics that are not synchronised is equal on all ranks."""
-
-    losses: list[float] = field(default_factory=list)
-    """Loss of each training batch on this rank, not divided by accumulate_grad_batches."""
-    gradients: list[dict[str, Tensor]] = field(default_factory=list)
-    """Per optimizer step, full gradients by parameter name before clipping; a gradient that is None is left out."""
-    clipped: list[dict[str, Tensor]] = field(default_factory=list)
-    """The same after clipping, as the optimizer used them; without the steps a loss scaler skipped."""
-    parameters: dict[str, Tensor] = field(default_factory=dict)
-    """Full parameters after the last step."""
-    buffers: dict[str, Tensor] = field(default_factory=dict)
-    metrics: dict[str, float] = field(default_factory=dict)
-    """trainer.callback_metrics at the end."""
-    metrics_history: list[dict[str, float]] = field(default_factory=list)
-    """trainer.callback_metrics after each training batch."""
-    communication: list[dict[str, int]] = field(default_factory=list)
-    """Per optimizer step, number of collectives by name; only with count_communication=True."""
 
 
 def full_tensors(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -67,8 +42,7 @@ class Recorder(Callback):
     def __init__(self, gather: Gather = full_tensors, count_communication: bool = False) -> None:
         self.recording = Recording()
         self.gather = gather
-        self._comm = CommDebugMode() if count_communication else None
-        self._uncounted: dict[str, int] = {}  # our own collectives, and what belongs to earlier steps
+        self._counter = CollectiveCounter() if count_communication else None
         self._handles: list[Any] = []
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -76,8 +50,8 @@ class Recorder(Callback):
             # A pre-hook would come too early: Lightning runs backward and clipping in the closure, inside the step.
             hook = self._after_step(pl_module)
             self._handles.append(optimizer.register_step_post_hook(hook))
-        if self._comm is not None:
-            self._comm.__enter__()
+        if self._counter is not None:
+            self._counter.start()
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         with self._not_counted():
@@ -85,11 +59,8 @@ class Recorder(Callback):
 
     def _after_step(self, pl_module: LightningModule) -> Callable[..., None]:
         def hook(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-            if self._comm is not None:
-                counts = _counts(self._comm)
-                step = {name: n - self._uncounted.get(name, 0) for name, n in counts.items()}
-                self.recording.communication.append({name: n for name, n in step.items() if n})
-                self._uncounted = counts
+            if self._counter is not None:
+                self._counter.part()
             with self._not_counted():
                 self.recording.clipped.append(self.gather(_gradients(pl_module, optimizer)))
 
@@ -117,28 +88,12 @@ class Recorder(Callback):
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        if self._comm is not None:
-            self._comm.__exit__(None, None, None)
-            self._comm = None
+        if self._counter is not None and self._counter.running:
+            self.recording.communication = [dict(step) for step in self._counter.stop()[:-1]]
 
-    @contextmanager
-    def _not_counted(self) -> Iterator[None]:
-        if self._comm is None:
-            yield
-            return
-        before = _counts(self._comm)
-        yield
-        for name, n in _counts(self._comm).items():
-            self._uncounted[name] = self._uncounted.get(name, 0) + n - before.get(name, 0)
-
-
-def _counts(mode: CommDebugMode) -> dict[str, int]:
-    """Collectives so far, by the operator's name without namespace and overload, such as "all_gather_into_tensor"."""
-    counts: dict[str, int] = {}
-    for op, n in mode.get_comm_counts().items():
-        name = str(op).split(".")[-1] if "." in str(op) else str(op)
-        counts[name] = counts.get(name, 0) + n
-    return counts
+    def _not_counted(self) -> AbstractContextManager[None]:
+        """For the collectives of the recorder itself."""
+        return nullcontext() if self._counter is None else self._counter.ignored()
 
 
 def _gradients(module: LightningModule, optimizer: Optimizer) -> dict[str, Tensor]:
@@ -244,114 +199,3 @@ def reference(
     """
     name = strategy if data_parallel_size > 1 else "auto"
     return pool.run(data_parallel_size, train, module, name, timeout=timeout, **train_kwargs)
-
-
-def merge(recordings: Sequence[Recording]) -> Recording:
-    """One record for all data-parallel ranks: losses averaged, after checking that the rest is equal bit for bit.
-
-    It compares with one process that trains on the union of the batches, if all batches have the same size.
-    """
-    first, *others = recordings
-    shared = ("gradients", "clipped", "parameters")
-    for rank, other in enumerate(others, start=1):
-        compare(other, first, rtol=0.0, what=shared, label=f"rank {rank} against rank 0: ", noise=0.0)
-    losses = [sum(values) / len(recordings) for values in zip(*(r.losses for r in recordings), strict=True)]
-    return replace(first, losses=losses)
-
-
-@dataclass(frozen=True)
-class _Difference:
-    excess: float  # error divided by what is allowed
-    text: str
-
-
-def compare(
-    actual: Recording | Sequence[Recording],
-    expected: Recording | Sequence[Recording],
-    *,
-    rtol: float,
-    what: Sequence[str] = NUMBERS,
-    label: str = "",
-    noise: float = NOISE,
-) -> None:
-    """Raise AssertionError with the worst offenders unless `actual` equals `expected`.
-
-    The error of a tensor is the norm of the difference. Allowed is `rtol` times the norm of the expected tensor, plus
-    `noise` epsilons of its dtype times the norm of all expected tensors of the same record together.
-
-    Args:
-        actual: one record, or one for each rank.
-        expected: likewise, as many.
-        rtol: relative tolerance for tensors and losses; metrics are float32 in Lightning and get at least 1e-6.
-        what: fields of Recording.
-        label: put in front of every name.
-        noise: see above.
-
-    Raises:
-        AssertionError: missing or extra names, other shapes, dtypes or numbers of steps, or values too far apart.
-    """
-    if isinstance(actual, Recording) != isinstance(expected, Recording):
-        raise TypeError("compare one Recording with one, or a list with a list of the same length")
-    pairs = [(label, actual, expected)] if isinstance(actual, Recording) else _by_rank(actual, expected, label)
-    known = {f.name for f in fields(Recording)}
-    if not what or set(what) - known:
-        raise ValueError(f"what={list(what)}: name at least one of {sorted(known)}")
-    found: list[_Difference] = []
-    for prefix, a, e in pairs:
-        for name in what:
-            tolerance = max(rtol, 1e-6) if name.startswith("metrics") and rtol else rtol
-            found += _differences(prefix + name, getattr(a, name), getattr(e, name), tolerance, noise)
-    if found:
-        found.sort(key=lambda difference: -difference.excess)
-        shown = [difference.text for difference in found[:WORST]]
-        more = [f"... and {len(found) - WORST} more"] if len(found) > WORST else []
-        raise AssertionError("\n".join([f"{len(found)} differences; allowed relative error {rtol:g}", *shown, *more]))
-
-
-def _by_rank(actual: Any, expected: Any, label: str) -> list[tuple[str, Recording, Recording]]:
-    if len(actual) != len(expected):
-        raise AssertionError(f"{len(actual)} ranks recorded, {len(expected)} expected")
-    return [(f"{label}rank {rank} ", a, e) for rank, (a, e) in enumerate(zip(actual, expected, strict=True))]
-
-
-def _differences(name: str, actual: Any, expected: Any, rtol: float, noise: float) -> list[_Difference]:
-    """Compare lists by index, dicts by key, numbers and tensors by value."""
-    if isinstance(expected, list):
-        if len(actual) != len(expected):
-            return [_Difference(float("inf"), f"{name}: {len(actual)} entries, expected {len(expected)}")]
-        pairs = enumerate(zip(actual, expected, strict=True))
-        return [d for i, (a, e) in pairs for d in _differences(f"{name}[{i}]", a, e, rtol, noise)]
-    if isinstance(expected, dict):
-        return _dict_differences(name, actual, expected, rtol, noise)
-    return _value_difference(name, torch.as_tensor(actual), torch.as_tensor(expected), rtol, 0.0)
-
-
-def _dict_differences(
-    name: str, actual: dict[str, Any], expected: dict[str, Any], rtol: float, noise: float
-) -> list[_Difference]:
-    found = [_Difference(float("inf"), f"{name}[{key!r}]: missing") for key in expected.keys() - actual.keys()]
-    found += [_Difference(float("inf"), f"{name}[{key!r}]: not expected") for key in actual.keys() - expected.keys()]
-    floats = [v.double().norm() for v in expected.values() if isinstance(v, Tensor) and v.is_floating_point()]
-    scale = noise * float(torch.stack(floats).norm()) if floats else 0.0
-    for key in expected.keys() & actual.keys():
-        a, e = torch.as_tensor(actual[key]), torch.as_tensor(expected[key])
-        found += _value_difference(f"{name}[{key!r}]", a, e, rtol, scale)
-    return found
-
-
-def _value_difference(name: str, actual: Tensor, expected: Tensor, rtol: float, scale: float) -> list[_Difference]:
-    if actual.shape != expected.shape or actual.dtype != expected.dtype:
-        given, wanted = ((tuple(t.shape), t.dtype) for t in (actual, expected))
-        return [_Difference(float("inf"), f"{name}: shape and dtype {given}, expected {wanted}")]
-    error = float((actual.double() - expected.double()).norm())
-    size, actual_size = float(expected.double().norm()), float(actual.double().norm())
-    epsilon = torch.finfo(expected.dtype).eps if expected.is_floating_point() else 0.0
-    allowed = rtol * size + scale * epsilon
-    if error <= allowed:  # False for nan
-        return []
-    relative = error / size if size else float("inf")
-    text = f"{name}: relative error {relative:.3g}, norm {actual_size:.8g}, expected {size:.8g}"
-    if actual.numel() == 1:
-        text = f"{name}: {float(actual):.12g}, expected {float(expected):.12g}, relative error {relative:.3g}"
-    excess = error / allowed if allowed and error == error else float("inf")
-    return [_Difference(excess, text)]

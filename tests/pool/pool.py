@@ -38,11 +38,21 @@ SECONDARY = re.compile(
 )
 
 
-class WorkerError(AssertionError):
-    """A rank raised, died or did not finish; the message shows the first cause, with its traceback or stack."""
+class WorkerError(Exception):
+    """A rank raised, died or did not finish; the message shows the first cause, with its traceback or stack.
+
+    Attributes:
+        failures: by rank, "ValueError: first line of the message" or how the process ended.
+        unfinished: ranks that were still running, and have been killed.
+    """
+
+    def __init__(self, message: str, failures: Mapping[int, str], unfinished: Sequence[int]) -> None:
+        super().__init__(message)
+        self.failures = dict(failures)
+        self.unfinished = list(unfinished)
 
 
-@dataclass
+@dataclass(eq=False)  # hashed by identity
 class _Rank:
     task: worker.Task
     process: multiprocessing.process.BaseProcess
@@ -129,7 +139,7 @@ class Pool:
                 _end(ranks)
             _relay_output(ranks)
             if error is not None:
-                raise WorkerError(error)
+                raise error
             return [pickle.loads(rank.outcome) for rank in ranks]  # type: ignore[arg-type]
 
     def _launch(self, task: worker.Task) -> _Rank:
@@ -223,24 +233,36 @@ def _describe_exit(code: int | None) -> str:
     return f"exit code {code}"
 
 
-def _error(ranks: Sequence[_Rank], name: str, timeout: float) -> str | None:
-    """The message about what went wrong, or None."""
-    failed = [(rank, rank.outcome) for rank in ranks if isinstance(rank.outcome, worker.Failure)]
+def _error(ranks: Sequence[_Rank], name: str, timeout: float) -> WorkerError | None:
+    """What went wrong, or None; called while unfinished ranks still run."""
+    failed = {rank: rank.outcome for rank in ranks if isinstance(rank.outcome, worker.Failure)}
     unfinished = [rank for rank in ranks if rank.outcome is None]
     if failed:
-        failed.sort(key=lambda pair: (bool(SECONDARY.search(pair[1].summary)), pair[1].time))
-        (first, failure), *others = failed
-        lines = [f"rank {first.task.rank} of {len(ranks)} in {name}: {failure.summary}", failure.text.rstrip()]
-        lines += [f"rank {rank.task.rank}: {other.summary}" for rank, other in others]
-        lines += [f"rank {rank.task.rank}: had not finished, and was ended" for rank in unfinished]
-        return "\n".join([*lines, *_output(first)])
-    if unfinished:
-        who = ", ".join(str(rank.task.rank) for rank in unfinished)
-        lines = [f"rank(s) {who} of {len(ranks)} had not finished {name} after {timeout:g} s"]
-        for rank, stack in zip(unfinished, _stacks(unfinished), strict=True):
-            lines += [f"--- rank {rank.task.rank}", stack.rstrip(), *_output(rank)]
-        return "\n".join(lines)
-    return None
+        message = _failure_message(failed, unfinished, f"of {len(ranks)} in {name}")
+    elif unfinished:
+        message = _hang_message(unfinished, f"of {len(ranks)} had not finished {name} after {timeout:g} s")
+    else:
+        return None
+    summaries = {rank.task.rank: failure.summary for rank, failure in failed.items()}
+    return WorkerError(message, summaries, [rank.task.rank for rank in unfinished])
+
+
+def _failure_message(failed: Mapping[_Rank, worker.Failure], unfinished: Sequence[_Rank], where: str) -> str:
+    def order(rank: _Rank) -> tuple[bool, float]:
+        return bool(SECONDARY.search(failed[rank].summary)), failed[rank].time
+
+    first, *others = sorted(failed, key=order)
+    lines = [f"rank {first.task.rank} {where}: {failed[first].summary}", failed[first].text.rstrip()]
+    lines += [f"rank {rank.task.rank}: {failed[rank].summary}" for rank in others]
+    lines += [f"rank {rank.task.rank}: had not finished, and was killed" for rank in unfinished]
+    return "\n".join([*lines, *_output(first)])
+
+
+def _hang_message(unfinished: Sequence[_Rank], what: str) -> str:
+    lines = [f"rank(s) {', '.join(str(rank.task.rank) for rank in unfinished)} {what}"]
+    for rank, stack in zip(unfinished, _stacks(unfinished), strict=True):
+        lines += [f"--- stack of rank {rank.task.rank}", stack.rstrip(), *_output(rank)]
+    return "\n".join(lines)
 
 
 def _stacks(ranks: Sequence[_Rank]) -> list[str]:

@@ -71,7 +71,7 @@ class Failure:
     """An exception on a rank, as text: the class may not be importable, or even picklable, in the test process."""
 
     time: float  # time.monotonic() of the machine, comparable between ranks
-    summary: str  # the last line of the traceback
+    summary: str  # class and first line of the message
     text: str  # the whole traceback
 
 
@@ -187,6 +187,5 @@ def _dumps(value: Any) -> bytes:
 
 def _failure(error: BaseException) -> Failure:
     now = time.monotonic()
-    lines = traceback.format_exception(error)
-    summary = traceback.format_exception_only(error)[-1].strip()
-    return Failure(now, summary.splitlines()[0], "".join(lines))
+    message = (str(error).strip().splitlines() or [""])[0]
+    return Failure(now, f"{type(error).__qualname__}: {message}", "".join(traceback.format_exception(error)))
