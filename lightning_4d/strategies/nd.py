@@ -158,8 +158,8 @@ class NDStrategy(ParallelStrategy):
 
     @property
     def is_distributed(self) -> bool:
-        """Lightning asks this of strategies it does not know: insert samplers, reduce metrics."""
-        return True
+        """Whether ranks read different data: Lightning then inserts samplers, and reduces metrics that ask for it."""
+        return self.layout.data_parallel_size > 1
 
     @property
     @override

@@ -21,7 +21,8 @@ class Buffers:
         self._root = root
         self._mesh = mesh
         self._device = device
-        self._initial = {name: (buffer, buffer._version) for name, buffer in root.named_buffers()}
+        # By content: batch normalisation changes its statistics without raising a tensor's version.
+        self._initial = {name: _fingerprint(buffer) for name, buffer in root.named_buffers()}
         self._changing: list[str] = []
         self._settled = False  # the set of changing buffers has been agreed on once
         self._stale = False  # a synchronised training forward may have changed them since the last broadcast
@@ -44,8 +45,8 @@ class Buffers:
             self._settled = True
             return
         buffers = dict(self._root.named_buffers())
-        changed = torch.tensor([self._changed(name, buffers) for name in self._initial], dtype=torch.uint8)
-        changed = changed.to(self._device)
+        changed = [n not in buffers or _fingerprint(buffers[n]) != before for n, before in self._initial.items()]
+        changed = torch.tensor(changed, dtype=torch.uint8, device=self._device)
         dist.all_reduce(changed, op=dist.ReduceOp.MAX, group=self._mesh.data_parallel_group)
         self._changing = [n for n, c in zip(self._initial, changed.tolist(), strict=True) if c and n in buffers]
         self._settled = True
@@ -57,12 +58,15 @@ class Buffers:
             self._broadcast()
         self._stale = False
 
-    def _changed(self, name: str, buffers: dict[str, Tensor]) -> bool:
-        buffer, version = self._initial[name]
-        return name not in buffers or buffers[name] is not buffer or buffer._version != version
-
     def _broadcast(self) -> None:
         buffers = dict(self._root.named_buffers())
         broadcast(
             [buffers[name] for name in self._changing], self._mesh.data_parallel_source, self._mesh.data_parallel_group
         )
+
+
+def _fingerprint(buffer: Tensor) -> tuple[int, int]:
+    """Two 64-bit sums over the bytes of ``buffer``, one of them weighted by position."""
+    as_bytes = buffer.detach().reshape(-1).contiguous().view(torch.uint8).long()
+    position = torch.arange(1, as_bytes.numel() + 1, device=as_bytes.device)
+    return int(as_bytes.sum()), int((as_bytes * position).sum())

@@ -64,7 +64,7 @@ class Participation:
         digest = _digest(mine)
         here = torch.tensor([digest], dtype=torch.int64, device=self._device)
         everywhere = torch.empty(dist.get_world_size(self._group), dtype=torch.int64, device=self._device)
-        dist.all_gather_into_tensor(everywhere, here, group=self._group)
+        dist.all_gather(list(everywhere.split(1)), here, group=self._group)
         if bool((everywhere == digest).all()):
             return
         trainable = [p for p in params if p.sharded_param.requires_grad]

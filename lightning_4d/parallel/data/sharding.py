@@ -197,7 +197,7 @@ class DataParallel:
     def run(self, step: Callable[..., _T], *args: Any, **kwargs: Any) -> _T:
         """Call ``step(*args, **kwargs)`` with the parameters outside the blocks gathered.
 
-        Under ``torch.no_grad`` they are sharded again afterwards; else the backward does that.
+        Under ``torch.no_grad`` and manual optimization they are sharded again afterwards; else the backward does that.
 
         Which ranks must call: all data-parallel ranks, with steps that call the same blocks in the same order.
 
@@ -214,7 +214,7 @@ class DataParallel:
                 output = getattr(self.root, _STEP)(step, *args, **kwargs)
         finally:
             self._depth -= 1
-        if not torch.is_grad_enabled():
+        if self._manual or not torch.is_grad_enabled():
             self.settle()
         return output
 
@@ -265,12 +265,12 @@ class DataParallel:
 
     def after_backward(self) -> None:
         """Finish what a backward left. Which ranks must call: all data-parallel ranks, after each backward."""
-        if not self.units or not self._synchronise:
+        if self._replicated is None or self._participation is None:
             return
-        assert self._replicated is not None
-        assert self._participation is not None
-        self._replicated.reduce_gradients()
-        self._participation.after_backward()
+        self._replicated.reshard()  # as FSDP's backward does with the other parameters
+        if self._synchronise:
+            self._replicated.reduce_gradients()
+            self._participation.after_backward()
 
     @contextlib.contextmanager
     def no_gradient_sync(self) -> Iterator[None]:
@@ -310,7 +310,12 @@ class DataParallel:
         self._manual = manual
         if manual:
             optimizer.register_step_pre_hook(lambda *_: self.reduce_manual_gradients())
-        optimizer.register_step_post_hook(lambda *_: self.settle())
+        optimizer.register_step_post_hook(lambda *_: self._after_optimizer_step())
+
+    def _after_optimizer_step(self) -> None:
+        self.settle()
+        if self._depth:  # manual optimization: the step goes on, and may use any parameter
+            self._gather_root()
 
     def mirror_requires_grad(self) -> None:
         """Apply ``requires_grad`` of the parameters that optimizers see to the gathered ones in use."""
@@ -334,12 +339,15 @@ class DataParallel:
             private.fsdp_reset(self._fsdp_root)
             self.settle()
 
-    def _before_use(self, module: nn.Module, args: Any) -> None:
+    def _gather_root(self) -> None:
         assert self._replicated is not None
-        self._calls += 1
         if not private.fsdp_is_gathered(self._fsdp_root):
             self._fsdp_root.unshard()
         self._replicated.gather()
+
+    def _before_use(self, module: nn.Module, args: Any) -> None:
+        self._calls += 1
+        self._gather_root()
 
     def _after_use(self, module: nn.Module, args: Any, output: Any) -> None:
         self._calls -= 1
