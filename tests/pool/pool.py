@@ -124,6 +124,7 @@ class Pool:
                     store_port=store.port,
                     timeout=timeout,
                     environment=torchrun_environment(rank, world_size, store.port, env or {}),
+                    start_method=multiprocessing.get_start_method(),
                     warning_filters=filters,
                     process_group=process_group,
                 )
@@ -185,6 +186,7 @@ def torchrun_environment(rank: int, world_size: int, port: int, env: Mapping[str
         "TORCHELASTIC_MAX_RESTARTS": "0",
         "TORCHELASTIC_USE_AGENT_STORE": "True",  # env:// joins the store at MASTER_PORT instead of opening one
         "OMP_NUM_THREADS": "1",
+        "KINETO_LOG_LEVEL": "99",  # torch.profiler announces every start and stop otherwise
     }
     if any(name == "lo" for _, name in socket.if_nameindex()):
         variables["GLOO_SOCKET_IFNAME"] = "lo"  # otherwise gloo looks the host name up, which some machines cannot

@@ -52,6 +52,7 @@ class Task:
     store_port: int
     timeout: float  # seconds; the process group gives up a little later than the pool does
     environment: Mapping[str, str]  # the whole of os.environ
+    start_method: str  # of multiprocessing, for DataLoader workers: the test process's, not the pool's own
     warning_filters: list[WarningFilter] = field(default_factory=list)
     process_group: bool = True
 
@@ -115,6 +116,7 @@ def _prepare(task: Task) -> None:
     os.environ.clear()
     os.environ.update(task.environment)
     os.chdir(task.folder / "cwd")
+    multiprocessing.set_start_method(task.start_method, force=True)
     _set_warning_filters(task.warning_filters)
     logging.captureWarnings(False)
     _seed()
