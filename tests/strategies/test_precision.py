@@ -1,0 +1,111 @@
+"""Every precision gives the numbers of DDP in that precision."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from lightning.pytorch.plugins.precision import MixedPrecision
+from torch import nn
+
+from lightning_4d import NDStrategy
+from tests.harness import compare, reference, train
+from tests.modules import EncoderStack, TinyGPT
+
+HSDP = partial(NDStrategy, data_parallel_replicate_size=2, data_parallel_shard_size=2)
+
+
+@pytest.mark.parametrize(
+    ("precision", "rtol"),
+    [
+        ("32-true", 1e-5),
+        # Sums of 4 ranks in bfloat16 (8 bits) are rounded in another order than DDP's.
+        ("bf16-true", 2e-2),
+        # The same kernels on the same numbers: only the order of the fp32 sums over ranks differs.
+        ("bf16-mixed", 1e-6),
+    ],
+)
+def test_precision_equals_ddp(pool, precision, rtol):
+    module = partial(TinyGPT, dropout=0.1)
+    expected = reference(pool, 4, module, precision=precision, limit_val_batches=2)
+    actual = pool.run(4, train, module, HSDP, precision=precision, limit_val_batches=2)
+    compare(actual, expected, rtol=rtol)
+
+
+@pytest.mark.parametrize("module", [partial(TinyGPT, tied=True), EncoderStack], ids=["tied", "encoder"])
+def test_bf16_mixed_of_other_modules(pool, module):
+    expected = reference(pool, 2, module, precision="bf16-mixed", accumulate_grad_batches=2)
+    actual = pool.run(2, train, module, NDStrategy, precision="bf16-mixed", accumulate_grad_batches=2)
+    compare(actual, expected, rtol=1e-6)
+
+
+class Overflowing(TinyGPT):
+    """Overflows in the second step on rank 1 only, and in the head's last row only."""
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        if batch_idx == 1 and self.global_rank == 1:
+            loss = loss + self.head.weight[-1].float().sum() * float("inf")
+        return loss
+
+
+def scaled() -> MixedPrecision:
+    # Trainer(precision="16-mixed") becomes bf16-mixed on a CPU; the plugin itself does not.
+    return MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=2))
+
+
+def train_scaled(module, strategy):
+    plugin = scaled()
+    recording = train(module, strategy, precision=None, plugins=plugin, steps=4, gradient_clip_val=0.5)
+    return recording, plugin.scaler.get_scale()
+
+
+def test_fp16_scaler_decides_the_same_on_all_ranks(pool):
+    expected = pool.run(2, train_scaled, Overflowing, "ddp")
+    actual = pool.run(2, train_scaled, Overflowing, NDStrategy)
+    for (mine, my_scale), (theirs, their_scale) in zip(actual, expected, strict=True):
+        assert my_scale == their_scale
+        assert my_scale < 64.0 * 2  # it did shrink once
+        compare(mine, theirs, rtol=1e-3, what=("parameters", "clipped"))
+
+
+class Records(nn.Module):
+    """Notes the dtype it sees."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("table", torch.ones(3))
+        self.seen = []
+
+    def forward(self, x):
+        self.seen.append((str(x.dtype), str(self.table.dtype)))
+        return x
+
+
+class WithTable(TinyGPT):
+    def __init__(self):
+        super().__init__()
+        self.records = Records()
+
+    def forward(self, tokens):
+        self.records(self.embedding(tokens))
+        return super().forward(tokens)
+
+
+def dtypes(strategy, precision):
+    seen = {}
+
+    def make():
+        seen["module"] = WithTable()
+        return seen["module"]
+
+    train(make, strategy, precision=precision, steps=1)
+    module = seen["module"]
+    parameters = {str(p.dtype) for p in module.parameters()}
+    return module.records.seen, parameters
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
+def test_dtypes_of_buffers_activations_and_parameters_are_those_of_ddp(pool, precision):
+    assert pool.run(2, dtypes, NDStrategy, precision) == pool.run(2, dtypes, "ddp", precision)
