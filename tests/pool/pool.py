@@ -3,6 +3,9 @@
 A rank is a fork of a process that has imported everything already, so it starts in about 20 ms, and since it serves one
 task only, nothing a test does to a rank (seeds, default dtype, environment, torch's caches, a dead process group) can
 reach the next test.
+
+One thing is unlike separate launches: forks share Python's hash seed, so the order of a set of strings is equal on all
+ranks here, while under torchrun it is not. What depends on it needs a test with subprocesses.
 """
 
 from __future__ import annotations

@@ -36,13 +36,17 @@ MODULES = (
 )
 
 
+OURS = ("lightning_4d", "tests.pool.worker", "tests.harness", "tests.modules")
+
+
 def preload() -> None:
     """Import everything, on one thread, and keep the garbage collector off the pages that the forks share."""
     for name in MODULES:
         importlib.import_module(name)
-    # A package that does not import yet fails in the test that needs it, with its own traceback, not here.
-    with contextlib.suppress(Exception):
-        importlib.import_module("lightning_4d")
+    for name in OURS:
+        # One that does not import fails in the test that needs it, with its own traceback, not here.
+        with contextlib.suppress(Exception):
+            importlib.import_module(name)
     torch = importlib.import_module("torch")
     torch.set_num_threads(1)
     torch.set_num_interop_threads(1)
