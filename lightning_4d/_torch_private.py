@@ -129,10 +129,34 @@ def fsdp_before_reduce(module: FSDPModule, hook: Callable[[list[Any]], None]) ->
 def _hooked_post_backward(group: Any, post_backward: Callable[..., None], hook: Callable[[list[Any]], None]) -> Any:
     def hooked(*unused: Any) -> None:
         if group.reduce_grads:
+            _unify_gradient_dtypes(group.fsdp_params)
             hook(group.fsdp_params)
         post_backward(*unused)
 
     return hooked
+
+
+def _unify_gradient_dtypes(params: list[Any]) -> None:
+    """Bring gradients of parameters gathered in a lower dtype (see :func:`fsdp_gather_in`) to the group's dtype."""
+    for param in params:
+        if param.reduce_dtype is not None and hasattr(param, "_unsharded_param"):
+            param.accumulate_unsharded_grad_if_needed()
+            param.to_accumulated_grad_if_needed()
+
+
+def fsdp_gather_in(param: Any, dtype: torch.dtype | None) -> None:
+    """Gather one parameter in ``dtype`` from now on, and reduce its gradient in its own; None: as it is stored.
+
+    Reason: a ``MixedPrecisionPolicy`` holds for a whole module, but in a block under autocast only the weights of
+    matrix products are cast. The parameter must be sharded at the time.
+    """
+    if param.param_dtype == dtype:
+        return
+    param.param_dtype = dtype
+    param.reduce_dtype = None if dtype is None else param.orig_dtype
+    param.all_gather_outputs = []
+    if hasattr(param, "_unsharded_param"):
+        del param._unsharded_param
 
 
 def fsdp_restore_class_name(module: nn.Module) -> None:

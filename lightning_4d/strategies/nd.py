@@ -44,7 +44,7 @@ from lightning_4d.parallel.data import DataParallel, DataParallelOptions, MetaIn
 from lightning_4d.strategies.checkpointing import CheckpointTranslator
 from lightning_4d.strategies.evaluation import EvaluationBalance
 from lightning_4d.strategies.failure import Failure
-from lightning_4d.strategies.precision import install_gradient_tools
+from lightning_4d.strategies.precision import adapt_precision_plugin
 from lightning_4d.strategies.support import refuse_foreign_parameters, refuse_rebuilt_model, refuse_unsupported
 
 Size = int | Literal["auto"]
@@ -205,6 +205,7 @@ class NDStrategy(ParallelStrategy):
     def setup_environment(self) -> None:
         super().setup_environment()
         self._failure.new_run()
+        self._checkpoints.new_run()
         self._data = None
         reset_seed()
         self.set_world_ranks()
@@ -238,6 +239,7 @@ class NDStrategy(ParallelStrategy):
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
         refuse_unsupported(trainer, self)
+        self._checkpoints.agree_on_path()
         self._data = self._shard()
         self._checkpoints.load_pending_model()
         _allow_autograd_after_evaluation(trainer)
@@ -282,7 +284,7 @@ class NDStrategy(ParallelStrategy):
     @override
     def setup_precision_plugin(self) -> None:
         super().setup_precision_plugin()
-        install_gradient_tools(self.precision_plugin, self.data)
+        adapt_precision_plugin(self.precision_plugin, self.data)
 
     @property
     def _module(self) -> LightningModule:
@@ -292,8 +294,15 @@ class NDStrategy(ParallelStrategy):
     # ---------------------------------------------------------------------------------------------------------- steps
 
     @override
+    def process_dataloader(self, dataloader: object) -> object:
+        return self._checkpoints.resumable(dataloader)
+
+    @override
+    def on_train_start(self) -> None:
+        self._checkpoints.on_train_start()
+
+    @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        self._checkpoints.restore_random_state()
         with self.precision_plugin.train_step_context():
             return self.data.run_training_step(self._module.training_step, *args, **kwargs)
 

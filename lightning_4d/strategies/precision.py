@@ -1,17 +1,20 @@
-"""Make Lightning's precision plugins clip and unscale gradients that are spread over ranks."""
+"""Make Lightning's precision plugins work on parameters and gradients that are spread over ranks."""
 
 from __future__ import annotations
 
-from lightning.pytorch.plugins.precision import Precision
+import torch
+from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from torch.optim import Optimizer
 
 from lightning_4d._torch_private import share_overflow
 from lightning_4d.parallel.data import DataParallel
 from lightning_4d.parallel.gradients import clip_gradients_by_norm, clip_gradients_by_value
 
+_AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 
-def install_gradient_tools(plugin: Precision, data: DataParallel) -> None:
-    """Replace, on this plugin, what would act on one rank's part of the gradients only.
+
+def adapt_precision_plugin(plugin: Precision, data: DataParallel) -> None:
+    """Replace, on this plugin, what would act on one rank's part of the gradients only; gather in autocast's dtype.
 
     A plugin with its own clipping keeps it. A gradient scaler agrees over all ranks whether a step overflowed.
     """
@@ -28,6 +31,7 @@ def install_gradient_tools(plugin: Precision, data: DataParallel) -> None:
         plugin.clip_grad_by_norm = by_norm
     if type(plugin).clip_grad_by_value is Precision.clip_grad_by_value:
         plugin.clip_grad_by_value = by_value
+    data.gather_in(_AUTOCAST.get(plugin.precision) if isinstance(plugin, MixedPrecision) else None)
     scaler = getattr(plugin, "scaler", None)
     if scaler is not None:
         share_overflow(scaler)

@@ -109,3 +109,76 @@ def dtypes(strategy, precision):
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
 def test_dtypes_of_buffers_activations_and_parameters_are_those_of_ddp(pool, precision):
     assert pool.run(2, dtypes, NDStrategy, precision) == pool.run(2, dtypes, "ddp", precision)
+
+
+class Mixture(TinyGPT):
+    """A GPT with weights that must not be gathered in bf16, for one reason each."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.twice = nn.Linear(self.head.in_features, self.head.in_features)
+        self.cast_by_hand = nn.Linear(self.head.in_features, self.head.in_features)
+
+    def loss(self, batch, stage):
+        tokens = batch[0] if isinstance(batch, (tuple, list)) else batch
+        x = self.embedding(tokens)
+        x = self.twice(torch.tanh(self.twice(x)))
+        with torch.autocast("cpu", enabled=False):
+            x = nn.functional.linear(x.float(), self.cast_by_hand.weight.float(), self.cast_by_hand.bias)
+        return super().loss(batch, stage) + x.square().mean() + 0.1 * self.head.weight.float().norm()
+
+
+def chosen(module, **kwargs):
+    from lightning_4d.parallel.data import sharded
+
+    made = {}
+
+    def make():
+        made["module"] = module()
+        return made["module"]
+
+    recording = train(make, NDStrategy, precision="bf16-mixed", limit_val_batches=2, **kwargs)
+    return recording, sharded(made["module"])._low_precision.chosen_names
+
+
+def test_weights_are_gathered_in_bf16_only_where_autocast_would_cast_them(pool):
+    module = partial(Mixture, layers=2)
+    expected = reference(pool, 2, module, precision="bf16-mixed", limit_val_batches=2)
+    for rank, (recording, names) in enumerate(pool.run(2, chosen, module)):
+        compare(recording, expected[rank], rtol=1e-6)
+        matrices = {n for n in names if n.endswith("weight")}
+        assert {n.split(".")[1] for n in matrices if n.startswith("blocks")} == {"0", "1"}
+        assert not any("norm" in name or "embedding" in name for name in names)
+        assert not {n.split(".")[0] for n in names} & {"twice", "cast_by_hand"}
+        assert "head.weight" not in names  # its norm is taken as well
+
+
+class Samples(TinyGPT):
+    """Calls itself outside a step, without autocast, as a sampling callback does."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.sampled = []
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        with torch.no_grad():
+            tokens = batch[0] if isinstance(batch, (tuple, list)) else batch
+            self.sampled.append(float(self(tokens[:, :-1]).float().square().mean()))
+
+
+def sampled(strategy):
+    made = {}
+
+    def make():
+        made["module"] = Samples(layers=2)
+        return made["module"]
+
+    recording = train(make, strategy, precision="bf16-mixed", steps=4, accumulate_grad_batches=2)
+    return recording, made["module"].sampled
+
+
+def test_calls_from_outside_a_step_see_full_precision(pool):
+    expected = pool.run(2, sampled, "ddp")
+    for (mine, my_samples), (theirs, their_samples) in zip(pool.run(2, sampled, NDStrategy), expected, strict=True):
+        compare(mine, theirs, rtol=1e-6)
+        assert my_samples == pytest.approx(their_samples, rel=1e-6)

@@ -25,6 +25,7 @@ from lightning_4d.mesh import Mesh
 from lightning_4d.parallel.blocks import Block
 from lightning_4d.parallel.data.buffers import Buffers
 from lightning_4d.parallel.data.initialize import MetaInitialization, broadcast
+from lightning_4d.parallel.data.low_precision import LowPrecisionGather
 from lightning_4d.parallel.data.participation import Participation
 from lightning_4d.parallel.data.replicated import ReplicatedParameters
 
@@ -137,6 +138,9 @@ class DataParallel:
         self._replicated: ReplicatedParameters | None = None
         self._participation: Participation | None = None
         self._buffers: Buffers | None = None
+        self._low_precision: LowPrecisionGather | None = None
+        self._in_training_step = False
+        self._backward_pending = False  # between a training step and its backward
         self._depth = 0  # of steps
         self._calls = 0  # of modules that hold the root's parameters, running now
         self._synchronise = True
@@ -192,6 +196,19 @@ class DataParallel:
     def _fsdp_root(self) -> FSDPModule:
         return self.units[-1]
 
+    def gather_in(self, dtype: torch.dtype | None) -> None:
+        """Gather weights in the dtype that autocast casts them to, where that changes no number; None: never."""
+        if not self.units or dtype is None:
+            self._gather_as_stored()
+            self._low_precision = None
+        elif self._low_precision is None:
+            group = self.mesh.data_parallel_group
+            self._low_precision = LowPrecisionGather(self.units, dtype, group, self._device)
+
+    def _gather_as_stored(self) -> None:
+        if self._low_precision is not None and not self._in_training_step and not self._backward_pending:
+            self._low_precision.activate(False)
+
     # -------------------------------------------------------------------------------------------------------- steps
 
     def run(self, step: Callable[..., _T], *args: Any, **kwargs: Any) -> _T:
@@ -207,6 +224,7 @@ class DataParallel:
         if not self.units or self._depth:
             return step(*args, **kwargs)
         assert self._replicated is not None
+        self._gather_as_stored()
         self._depth += 1
         try:
             self._replicated.gather()
@@ -223,9 +241,25 @@ class DataParallel:
         if self._buffers is None:
             return self.run(step, *args, **kwargs)
         self._buffers.before_training_step()
-        output = self.run(step, *args, **kwargs)
+        with self._training_precision():
+            output = self.run(step, *args, **kwargs)
+        self._backward_pending = not self._manual
         self._buffers.after_training_step(self._synchronise)
         return output
+
+    @contextlib.contextmanager
+    def _training_precision(self) -> Iterator[None]:
+        if self._low_precision is None:
+            yield
+            return
+        self.settle()
+        self._low_precision.activate(True)
+        self._in_training_step = True
+        try:
+            with self._low_precision.observe():
+                yield
+        finally:
+            self._in_training_step = False
 
     def synchronize_buffers(self) -> None:
         """Make changed buffers those of data-parallel rank 0. Which ranks must call: all of the data-parallel group."""
@@ -265,6 +299,7 @@ class DataParallel:
 
     def after_backward(self) -> None:
         """Finish what a backward left. Which ranks must call: all data-parallel ranks, after each backward."""
+        self._backward_pending = False
         if self._replicated is None or self._participation is None:
             return
         self._replicated.reshard()  # as FSDP's backward does with the other parameters
@@ -316,6 +351,8 @@ class DataParallel:
         self.settle()
         if self._depth:  # manual optimization: the step goes on, and may use any parameter
             self._gather_root()
+        elif self._low_precision is not None:
+            self._low_precision.choose()
 
     def mirror_requires_grad(self) -> None:
         """Apply ``requires_grad`` of the parameters that optimizers see to the gathered ones in use."""
@@ -334,6 +371,7 @@ class DataParallel:
     def recover(self) -> None:
         """Bring FSDP back to idle after a step that raised."""
         self._depth = self._calls = 0
+        self._in_training_step = self._backward_pending = False
         if self.units:
             self._set_synchronise(True)
             private.fsdp_reset(self._fsdp_root)
@@ -341,6 +379,8 @@ class DataParallel:
 
     def _gather_root(self) -> None:
         assert self._replicated is not None
+        if self._depth == 0:
+            self._gather_as_stored()
         if not private.fsdp_is_gathered(self._fsdp_root):
             self._fsdp_root.unshard()
         self._replicated.gather()
@@ -355,6 +395,8 @@ class DataParallel:
             self.settle()
 
     def _note_gather(self, module: nn.Module, args: Any) -> None:
+        if self._depth == 0:
+            self._gather_as_stored()
         if self._gathers is not None:
             self._gathers.append(cast("FSDPModule", module))
 
