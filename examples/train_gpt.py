@@ -6,8 +6,8 @@
     python examples/train_gpt.py fit --config examples/configs/hsdp.yaml --data.path ~/books --trainer.max_steps 1000
     python examples/train_gpt.py fit --help
 
-What the three runs have in common (model size, data, loggers, callbacks) is in `configs/common.yaml`, which every run reads first.
-The default text is the source code of the Python standard library of the running interpreter.
+What the three runs have in common (model size, data, loggers, callbacks) is in `configs/common.yaml`, which every run
+reads first. The default text is the source code of the Python standard library of the running interpreter.
 
 Shape suffixes: B batch, T sequence, C channels (`dim`), H heads, D channels of one head, V vocabulary (the 256 bytes).
 """
@@ -39,7 +39,7 @@ VOCABULARY = 256  # a token is a byte
 FILE_END = b"\0"  # follows every file; source code and prose do not contain it, so it also means "a file starts here"
 
 
-# ------------------------------------------------------------------------------------------------------------------ model
+# ---------------------------------------------------------------------------------------------------------------- model
 
 
 def apply_rope(x_BHTD: Tensor, base: float = 10_000.0) -> Tensor:
@@ -191,7 +191,7 @@ class GPT(LightningModule):
         """AdamW with a decayed and an undecayed group, and a schedule that moves every optimizer step."""
         steps = self.trainer.estimated_stepping_batches
         if math.isinf(steps):
-            raise ValueError("the cosine schedule needs the length of the training; set trainer.max_steps or max_epochs")
+            raise ValueError("the cosine schedule needs the length of training: set trainer.max_steps or max_epochs")
         optimizer = torch.optim.AdamW(self.parameter_groups(), lr=self.learning_rate, betas=self.betas)
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: self.lr_factor(step, int(steps)))
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
@@ -235,10 +235,15 @@ def cross_entropy(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
     return F.cross_entropy(logits_BTV.flatten(0, 1), targets_BT.flatten())
 
 
-# ------------------------------------------------------------------------------------------------------------------- data
+# ----------------------------------------------------------------------------------------------------------------- data
 
 STANDARD_LIBRARY_SKIPS = ("site-packages", "dist-packages", "test", "tests", "idle_test")  # folders, by name
-TEXT_SUFFIXES = (".py .txt .md .rst .tex .org .html .css .js .ts .c .h .cc .cpp .hpp .cu .java .go .rs .rb .sh .sql").split()
+# fmt: off
+TEXT_SUFFIXES = [
+    ".txt", ".md", ".rst", ".tex", ".org", ".html", ".css",
+    ".py", ".js", ".ts", ".c", ".h", ".cc", ".cpp", ".hpp", ".cu", ".java", ".go", ".rs", ".rb", ".sh", ".sql",
+]
+# fmt: on
 
 
 def find_files(root: Path, suffixes: Sequence[str], skip_folders: Iterable[str] = ()) -> list[Path]:
@@ -251,7 +256,7 @@ def find_files(root: Path, suffixes: Sequence[str], skip_folders: Iterable[str] 
     if not root.exists():
         raise FileNotFoundError(f"data.path={root}: no such folder; give the path of a folder that holds text files")
     if not root.is_dir():
-        raise NotADirectoryError(f"data.path={root}: this is a file, a folder is needed; its own folder is {root.parent}")
+        raise NotADirectoryError(f"data.path={root}: a folder is needed, not a file; this one is in {root.parent}")
     skip = set(skip_folders)
     files: list[Path] = []
     others: Counter[str] = Counter()
@@ -284,23 +289,22 @@ def split_files(files: Sequence[Path], root: Path, val_fraction: float) -> tuple
     train = [path for path in files if path not in set(val)]
     if not train:
         raise ValueError(
-            f"data.path={root}, data.val_fraction={val_fraction}: {len(files)} file(s) leave nothing to train on, since "
-            "training and validation never share a file; use two files or more, or a smaller fraction"
+            f"data.path={root}, data.val_fraction={val_fraction}: {len(files)} file(s) leave nothing to train on, "
+            "since training and validation never share a file; use two files or more, or a smaller fraction"
         )
     return train, val
 
 
 def read_files(files: Sequence[Path]) -> Tensor:
-    """The bytes of all files, each followed by FILE_END, as one uint8 tensor: any encoding, one byte of memory per byte."""
-    text = torch.empty(sum(path.stat().st_size + 1 for path in files), dtype=torch.uint8)
-    view = memoryview(text.numpy())
-    end = 0
-    for path in files:
+    """The bytes of all files, each followed by FILE_END, as one uint8 tensor, whatever their encoding."""
+    sizes = [path.stat().st_size for path in files]
+    buffer = bytearray(sum(sizes) + len(files))  # of zeros: every byte between two files is a FILE_END already
+    start = 0
+    for path, size in zip(files, sizes):
         with path.open("rb") as file:
-            end += file.readinto(view[end:-1])
-        view[end : end + 1] = FILE_END
-        end += 1
-    return text[:end]
+            file.readinto(memoryview(buffer)[start : start + size])
+        start += size + len(FILE_END)
+    return torch.frombuffer(buffer, dtype=torch.uint8)
 
 
 class ByteWindows(Dataset[tuple[Tensor, Tensor]]):
@@ -393,7 +397,7 @@ class TextFolder(LightningDataModule):
         return DataLoader(self.val_windows, self.batch_size, num_workers=self.num_workers)
 
 
-# ----------------------------------------------------------------------------------------------------------------- script
+# --------------------------------------------------------------------------------------------------------------- script
 
 
 class SampleText(Callback):
