@@ -235,8 +235,8 @@ def share_overflow(scaler: torch.amp.GradScaler) -> None:
 def observe_meta_initialization(report: Callable[[nn.Parameter, nn.Module | None], None]) -> Iterator[None]:
     """Call ``report(parameter, module)`` for each initialisation of a parameter on the meta device.
 
-    ``module`` is the one whose ``reset_parameters`` does it, or None for other code, which includes reading ``.data``.
-    Reason: initialisation on the meta device is lost. ``reset_parameters`` can be repeated later; other code cannot, and
+    ``module`` is the one whose ``reset_parameters`` does it; None for other code, which includes reading ``.data``.
+    Reason: initialisation on the meta device is lost. ``reset_parameters`` can be repeated later, other code cannot, and
     must not be dropped silently. Only the frame walk is private (to CPython).
     """
     with _MetaInitializationObserver(report):
@@ -271,3 +271,19 @@ def _resetting_module() -> nn.Module | None:
             return frame.f_locals.get("self")
         frame = frame.f_back
     return None
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# torch: operations on many tensors at once (`torch._foreach_*`: documented, but spelled private up to 2.13)
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def multiply_all(tensors: list[Tensor], factor: Tensor) -> None:
+    """Multiply each tensor by a 0-d tensor on the same device, in place."""
+    torch._foreach_mul_(tensors, factor)
+
+
+def clamp_all(tensors: list[Tensor], bound: float) -> None:
+    """Clamp each element to [-bound, bound], in place."""
+    torch._foreach_clamp_min_(tensors, -bound)
+    torch._foreach_clamp_max_(tensors, bound)

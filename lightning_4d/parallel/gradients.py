@@ -1,7 +1,7 @@
 """Gradient norms and clipping over every mesh axis.
 
-A gradient may be plain, or a DTensor on any mesh, sharded over some axes and replicated over others. Each element of the
-global gradient counts once, whatever the layout, so the norm equals that of one process.
+A gradient may be plain, or a DTensor on any mesh, sharded over some axes and replicated over others. Each element of
+the global gradient counts once, whatever the layout, so the norm equals that of one process.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial
 
+from lightning_4d._torch_private import clamp_all, multiply_all
 from lightning_4d.errors import UnsupportedError, explain
 
 _Groups = tuple[dist.ProcessGroup, ...]
@@ -51,7 +52,7 @@ def clip_gradients_by_norm(
     norm = gradient_norm(parameters, norm_type)
     scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     for local in _by_device_and_dtype(_locals(parameters)):
-        torch._foreach_mul_(local, scale.to(local[0].device))
+        multiply_all(local, scale.to(local[0].device))
     return norm
 
 
@@ -59,8 +60,7 @@ def clip_gradients_by_norm(
 def clip_gradients_by_value(parameters: Iterable[nn.Parameter | Tensor], clip_value: float) -> None:
     """Clamp each element of the gradients to [-clip_value, clip_value], in place. Purely local."""
     for local in _by_device_and_dtype(_locals(parameters)):
-        torch._foreach_clamp_min_(local, -float(clip_value))
-        torch._foreach_clamp_max_(local, float(clip_value))
+        clamp_all(local, float(clip_value))
 
 
 def gradient_norms(module: nn.Module, norm_type: float = 2.0, group_separator: str = "/") -> dict[str, float]:

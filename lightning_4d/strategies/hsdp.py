@@ -49,8 +49,8 @@ class HSDPStrategy(NDStrategy):
             process_group_backend=process_group_backend,
             timeout=timeout,
         )
-        self._replicate_size = replicate_size
-        self._shard_size = shard_size
+        self._replicate_size: Size = replicate_size
+        self._shard_size: Size = shard_size
 
     @override
     def _resolve_layout(self) -> ParallelLayout:

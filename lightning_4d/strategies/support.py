@@ -26,7 +26,7 @@ def refuse_unsupported(trainer: Trainer, strategy: NDStrategy) -> None:
         CheckpointError: names the path.
     """
     if strategy.layout.data_parallel_size > 1:
-        for callback in trainer.callbacks:
+        for callback in trainer.callbacks:  # pyright: ignore[reportAttributeAccessIssue]
             if isinstance(callback, (StochasticWeightAveraging, WeightAveraging)):
                 raise UnsupportedError(
                     explain(
@@ -79,7 +79,9 @@ def refuse_foreign_parameters(optimizer: Optimizer, module: LightningModule, dat
             if parameter in known:
                 continue
             name = data.original_names.get(id(parameter))
-            what = f"the parameter {name!r} as it was before sharding" if name else "a parameter that is not the module's"
+            what = (
+                f"the parameter {name!r} as it was before sharding" if name else "a parameter that is not the module's"
+            )
             raise UnsupportedError(
                 explain(
                     f"{type(optimizer).__name__} holds {what}, of shape {tuple(parameter.shape)}",

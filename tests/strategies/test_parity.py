@@ -19,7 +19,9 @@ def layout(replicate: int, shard: int, **kwargs: Any) -> partial[NDStrategy]:
     return partial(NDStrategy, data_parallel_replicate_size=replicate, data_parallel_shard_size=shard, **kwargs)
 
 
-def check(pool, module, replicate, shard, *, strategy="ddp", rtol=1e-10, options: dict[str, Any] | None = None, **kwargs):
+def check(
+    pool, module, replicate, shard, *, strategy="ddp", rtol=1e-10, options: dict[str, Any] | None = None, **kwargs
+):
     world = replicate * shard
     expected = reference(pool, world, module, strategy=strategy, **kwargs)
     actual = pool.run(world, train, module, layout(replicate, shard, **(options or {})), **kwargs)

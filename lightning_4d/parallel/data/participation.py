@@ -1,6 +1,6 @@
 """Notice when data-parallel ranks use different parameters in one backward.
 
-FSDP2 reduces the parameters that got a gradient on *this* rank. When ranks differ, it waits for ever, or, where the sizes
+FSDP2 reduces the parameters that got a gradient on *this* rank. When ranks differ, it waits for ever, or, where sizes
 happen to agree, adds gradients of different parameters. Plain DDP refuses such a step, and so does this.
 
 A model whose backward always uses the same parameters pays nothing after its first step. One that changes (several

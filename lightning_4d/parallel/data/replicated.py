@@ -45,7 +45,7 @@ class ReplicatedParameters:
         entries = {parameter: self._make_entry(parameter, mesh) for parameter in parameters}
         for module in root.modules():
             for name, parameter in list(module._parameters.items()):
-                if parameter in entries:
+                if parameter is not None and parameter in entries:
                     entries[parameter].owners.append((module, name))
         self._entries = list(entries.values())
         self._gathered = True
@@ -101,7 +101,9 @@ class ReplicatedParameters:
         flat = torch.cat([used, *(gradient.reshape(-1) for gradient in gradients)])
         dist.all_reduce(flat, group=self._group)
         used, values = flat[: len(entries)], flat[len(entries) :] / dist.get_world_size(self._group)
-        for entry, count, value in zip(entries, used.tolist(), values.split([g.numel() for g in gradients]), strict=True):
+        for entry, count, value in zip(
+            entries, used.tolist(), values.split([g.numel() for g in gradients]), strict=True
+        ):
             entry.plain.grad = None
             if count > 0:
                 _accumulate(entry.distributed, value.reshape(entry.plain.shape))
