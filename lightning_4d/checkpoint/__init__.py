@@ -9,8 +9,13 @@ Lightning ``.ckpt``.
 from lightning_4d.checkpoint.consolidate import consolidate
 from lightning_4d.checkpoint.files import CheckpointKind, checkpoint_kind, locate, remove
 from lightning_4d.checkpoint.load import FileCheckpoint, FolderCheckpoint, open_checkpoint
-from lightning_4d.checkpoint.optimizer_state import gathered_optimizer_state, named_optimizer_state
+from lightning_4d.checkpoint.optimizer_state import (
+    gathered_optimizer_state,
+    named_optimizer_state,
+    without_distributed_tensors,
+)
 from lightning_4d.checkpoint.save import gathered_state_dict, save_file, save_folder
+from lightning_4d.checkpoint.together import raise_together
 
 __all__ = [
     "CheckpointKind",
@@ -23,7 +28,9 @@ __all__ = [
     "locate",
     "named_optimizer_state",
     "open_checkpoint",
+    "raise_together",
     "remove",
     "save_file",
     "save_folder",
+    "without_distributed_tensors",
 ]

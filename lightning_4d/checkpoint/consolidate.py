@@ -8,12 +8,13 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
+from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from lightning_4d.checkpoint import files
 from lightning_4d.checkpoint.load import FolderCheckpoint, set_nested
 from lightning_4d.checkpoint.optimizer_state import positional
-from lightning_4d.checkpoint.save import save_file
+from lightning_4d.checkpoint.save import RANK_STATE, save_file
 from lightning_4d.errors import CheckpointError, explain
 
 
@@ -49,21 +50,39 @@ def _content(source: Any, weights_only: bool) -> dict[str, Any]:
     tensors = _read_all(opened)
     content = dict(opened.content)
     content["state_dict"] = tensors.pop("state_dict", {})
-    optimizers = {int(name.removeprefix("optimizer_")): s for name, s in tensors.items() if name.startswith("optimizer_")}
-    content["optimizer_states"] = [positional(optimizers[index]) for index in sorted(optimizers)]
+    optimizers = _numbered(tensors, "optimizer_")
+    if optimizers:  # none after save_weights_only=True
+        content["optimizer_states"] = [positional(state) for state in optimizers]
+    _keep_rank_states(content, tensors)
     return content
+
+
+def _keep_rank_states(content: dict[str, Any], tensors: dict[str, Any]) -> None:
+    """Random numbers and data position of each rank, where a strategy of ours finds them in a file."""
+    ranks = _numbered(tensors, RANK_STATE)
+    if ranks:
+        content["lightning_4d"] = {**content["lightning_4d"], "ranks": ranks}
+
+
+def _numbered(tensors: dict[str, Any], prefix: str) -> list[Any]:
+    """The entries whose name is ``prefix`` and a number, by number."""
+    names = [name for name in tensors if name.startswith(prefix)]
+    return [tensors[name] for name in sorted(names, key=lambda name: int(name.removeprefix(prefix)))]
 
 
 def _read_all(opened: FolderCheckpoint) -> dict[str, Any]:
     """Read every tensor and value of the folder into nested dictionaries, as they were saved."""
     metadata = dcp.FileSystemReader(opened.path).read_metadata()
-    wanted = {n: m for n, m in metadata.state_dict_metadata.items() if re.match(r"state_dict\.|optimizer_\d+\.", n)}
-    flat: dict[str, Any] = {
-        name: torch.empty(stored.size, dtype=stored.properties.dtype) if isinstance(stored, TensorStorageMetadata) else None
-        for name, stored in wanted.items()
-    }
+    ours = re.compile(rf"state_dict\.|optimizer_\d+\.|{RANK_STATE}\d+$")  # a folder may hold what others added
+    flat = {name: _placeholder(stored) for name, stored in metadata.state_dict_metadata.items() if ours.match(name)}
     opened.read(flat)
     nested: dict[str, Any] = {}
     for name, value in flat.items():
         set_nested(nested, metadata.planner_data[name], value)
     return nested
+
+
+def _placeholder(stored: Any) -> Tensor | None:
+    return (
+        torch.empty(stored.size, dtype=stored.properties.dtype) if isinstance(stored, TensorStorageMetadata) else None
+    )

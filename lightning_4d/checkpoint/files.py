@@ -18,6 +18,7 @@ from urllib.parse import unquote, urlsplit
 from lightning_4d.errors import CheckpointError, explain
 
 META = "meta.pt"
+_DCP = ".metadata"  # what torch.distributed.checkpoint writes last
 PARTIAL = ".partial"
 OLD = ".old"
 
@@ -92,12 +93,13 @@ def locate(path: str | os.PathLike[str]) -> Path:
                 f"load {str(asked.with_name(asked.name.removesuffix(PARTIAL)))!r}, or an earlier checkpoint",
             )
         )
-    if found.is_dir() and not (found / META).is_file():
+    missing = [name for name in (META, _DCP) if found.is_dir() and not (found / name).is_file()]
+    if missing:
         raise CheckpointError(
             explain(
-                f"{str(found)!r} holds no {META}",
-                "a distributed checkpoint is a folder with a .metadata file and a meta.pt",
-                "give the folder that a Trainer wrote",
+                f"{str(found)!r} holds no {' and no '.join(missing)}",
+                f"a distributed checkpoint is a folder with {_DCP} and {META}, written last and removed first",
+                "give a folder that a Trainer wrote completely",
             )
         )
     if not found.exists():
@@ -114,12 +116,18 @@ def _fallback(path: Path) -> Path:
 def remove(path: str | os.PathLike[str]) -> None:
     """Remove a local checkpoint, file, link or folder, with anything that an interrupted save left beside it."""
     target = local_path(path)
-    for each in (target, _old(target), partial(target)):
+    for each in (_old(target), partial(target), target):  # the old one first: loading would fall back to it
         _remove(each)
+
+
+def remove_partial(path: Path) -> None:
+    """Remove what a failed save of ``path`` has written so far."""
+    _remove(partial(path))
 
 
 def _remove(path: Path) -> None:
     if path.is_dir() and not path.is_symlink():
+        (path / META).unlink(missing_ok=True)  # first: half a folder must never look like a whole one
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
@@ -139,6 +147,8 @@ def prepare_partial(path: Path, *, folder: bool) -> Path:
 def commit(path: Path) -> None:
     """Give the complete ``NAME.partial`` its final name, whatever has that name now. Run by one rank only."""
     written = partial(path)
+    if written.is_dir():
+        _synchronize(written)
     if not os.path.lexists(path):
         os.rename(written, path)
     elif _exchange(written, path):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+import itertools
 import os
+import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -51,7 +53,9 @@ class FileCheckpoint:
     @classmethod
     def read(cls, path: Path, weights_only: bool | None) -> FileCheckpoint:
         """Read a local file."""
-        return cls(torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only))
+        # Not every rank reads what only one needs; the format before torch 1.6 cannot be mapped.
+        mmap = zipfile.is_zipfile(path)
+        return cls(torch.load(path, map_location="cpu", mmap=mmap, weights_only=weights_only))
 
     def load_module(self, module: nn.Module, *, strict: bool) -> None:
         """Load the weights, each rank its own part. Purely local."""
@@ -76,7 +80,7 @@ class FileCheckpoint:
         current = [[names[p] for p in group["params"]] for group in optimizer.param_groups]
         saved = by_name(states[index], current)
         state = {
-            name: {key: like(value, parameters[name]) for key, value in values.items()}
+            name: {key: _copy(like(value, parameters[name])) for key, value in values.items()}
             for name, values in saved["state"].items()
             if name in parameters
         }
@@ -115,11 +119,12 @@ class FolderCheckpoint:
         Raises:
             RuntimeError: names differ and ``strict`` is set, or shapes differ (torch's own messages).
         """
-        stored = {path[1] for path in self._paths.values() if path[0] == "state_dict"}
+        stored = {path[1] for path in self._paths.values() if path[0] == "state_dict" and len(path) > 1}
         present = module.state_dict()
         wanted = {name: value for name, value in present.items() if name in stored}
         self._check_shapes(wanted)
-        self.read({"state_dict": wanted})
+        if wanted:
+            self.read({"state_dict": wanted})
         unexpected = {name: torch.empty(0) for name in sorted(stored - present.keys())}
         module.load_state_dict({**wanted, **unexpected}, strict=strict)
 
@@ -147,14 +152,14 @@ class FolderCheckpoint:
             raise _no_optimizer(index, self.optimizer_count)
         names = parameter_names(module)
         parameters = {name: parameter for parameter, name in names.items()}
-        skeleton: dict[str, Any] = {"state": {}, "param_groups": []}
-        for path, name in sorted(entries.items(), key=lambda entry: str(entry[0])):
-            if path[0] == "state" and path[1] in parameters:
-                value = self._placeholder(name, parameters[path[1]])
-                skeleton["state"].setdefault(path[1], {})[path[2]] = value
+        state: dict[str, Any] = {}
+        for path, name in entries.items():
+            if path[0] == "state" and len(path) > 1 and path[1] in parameters:
+                set_nested(state, path[1:], self._placeholder(name, parameters[path[1]]))
+        if state:
+            self.read({key: {"state": state}})
         groups = self._parameter_groups(entries)
-        self.read({key: {"state": skeleton["state"]}})
-        load_optimizer_state(optimizer, {"state": skeleton["state"], "param_groups": groups}, names)
+        load_optimizer_state(optimizer, {"state": state, "param_groups": groups}, names)
 
     def _placeholder(self, name: str, parameter: Tensor) -> Any:
         stored = self._metadata.state_dict_metadata[name]
@@ -174,8 +179,6 @@ class FolderCheckpoint:
 
     def read(self, state: dict[str, Any]) -> None:
         """Read the entries of ``state`` in place: tensors into the given ones, other values as they were saved."""
-        if not any(True for _ in state.values() if not isinstance(_, dict) or _.get("state", _)):
-            return
         try:
             dcp.load(
                 state,
@@ -203,6 +206,11 @@ class _Planner(dcp.DefaultLoadPlanner):
         target[path[-1]] = content  # pyright: ignore[reportArgumentType]
 
 
+def _copy(value: Any) -> Any:
+    """Let go of the memory-mapped file: an optimizer may keep the very tensor that it is given."""
+    return value.clone() if isinstance(value, Tensor) else value
+
+
 def _no_optimizer(index: int, count: int) -> CheckpointError:
     return CheckpointError(
         explain(
@@ -215,7 +223,7 @@ def _no_optimizer(index: int, count: int) -> CheckpointError:
 
 def set_nested(target: Any, path: tuple[Any, ...], value: Any) -> None:
     """Set a value at ``path`` in nested dictionaries and lists; integer keys are positions of a list."""
-    for key, following in zip(path, path[1:], strict=False):
+    for key, following in itertools.pairwise(path):
         container: Any = [] if isinstance(following, int) else {}
         target = _item(target, key, container)
     _item(target, path[-1], value)

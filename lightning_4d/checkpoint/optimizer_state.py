@@ -6,7 +6,7 @@ written and read, so a parameter that never got a gradient has none and needs no
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -67,15 +67,47 @@ def positional(named: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def gathered(value: Any, *, keep: bool) -> Any:
-    """Return a whole CPU copy of a tensor, or None where ``keep`` is false; other values unchanged.
+    """Return a whole CPU copy of a tensor, or of all tensors in dicts, lists and tuples; other values unchanged.
 
-    Which ranks must call: all ranks of a distributed tensor's mesh.
+    Where ``keep`` is false, None stands for tensors: this rank only takes part.
+
+    Which ranks must call: all ranks of the distributed tensors' meshes.
     """
     if isinstance(value, DTensor):
         value = value.full_tensor()
     if isinstance(value, Tensor):
         return value.detach().cpu() if keep else None
-    return value
+    return _map_items(value, lambda item: gathered(item, keep=keep))
+
+
+def without_distributed_tensors(value: Any) -> Any:
+    """Replace each DTensor in nested dicts, lists and tuples by the whole tensor, on the CPU; the rest as it is.
+
+    For states outside the model and the optimizers, such as an averaged copy that a callback keeps.
+
+    Which ranks must call: all ranks of the distributed tensors' meshes.
+    """
+    if isinstance(value, DTensor):
+        return value.full_tensor().detach().cpu()
+    return _map_items(value, without_distributed_tensors)
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors in nested dicts, lists and tuples."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (dict, list, tuple)):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from tensors_in(item)
+
+
+def _map_items(value: Any, function: Callable[[Any], Any]) -> Any:
+    """Apply ``function`` to the items of a plain container that holds tensors; return anything else itself."""
+    if type(value) not in (dict, list, tuple) or not any(True for _ in tensors_in(value)):
+        return value
+    if isinstance(value, dict):
+        return {key: function(item) for key, item in value.items()}
+    return type(value)(function(item) for item in value)
 
 
 def like(value: Any, parameter: Tensor) -> Any:
@@ -158,11 +190,11 @@ def _name(parameter: nn.Parameter, names: Names) -> str:
 
 def _checked(values: Mapping[str, Any], parameter: nn.Parameter, names: Names) -> dict[str, Any]:
     for key, value in values.items():
-        is_plain = isinstance(value, Tensor) and not isinstance(value, DTensor)
-        if isinstance(parameter, DTensor) and is_plain and value.numel() > 1:
+        plain = [t for t in tensors_in(value) if not isinstance(t, DTensor) and t.numel() > 1]
+        if isinstance(parameter, DTensor) and plain:
             raise CheckpointError(
                 explain(
-                    f"optimizer state {key!r} of {names[parameter]!r} is a plain tensor of shape {tuple(value.shape)}",
+                    f"state {key!r} of {names[parameter]!r} holds a plain tensor of shape {tuple(plain[0].shape)}",
                     "a state of a sharded parameter must be a DTensor or a scalar, or ranks would overwrite each other",
                     "use an optimizer that keeps its state by torch.zeros_like(parameter)",
                 )

@@ -1,6 +1,7 @@
 """Translate between Lightning's checkpoint hooks and :mod:`lightning_4d.checkpoint`.
 
-Lightning restores a checkpoint before the strategy's set-up. Its weights wait here until the module is sharded.
+Lightning restores a checkpoint before the strategy's set-up. Its weights wait here until the module is sharded, and its
+random state until training starts.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+import torch.distributed as dist
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
@@ -21,18 +23,22 @@ from lightning_4d.checkpoint import (
     gathered_state_dict,
     named_optimizer_state,
     open_checkpoint,
+    raise_together,
     remove,
     save_file,
     save_folder,
+    without_distributed_tensors,
 )
-from lightning_4d.checkpoint.files import is_remote
+from lightning_4d.checkpoint.files import is_remote, local_path
+from lightning_4d.checkpoint.save import RANK_STATE
 from lightning_4d.errors import CheckpointError, explain
-from lightning_4d.strategies import random_state
+from lightning_4d.strategies import random_state, rank_state
+from lightning_4d.strategies.data_position import resumable
 
 if TYPE_CHECKING:
     from lightning_4d.strategies.nd import NDStrategy
 
-_RANDOM = "random_state"  # in the folder: one entry per rank
+_KEY = "lightning_4d"  # of what we add to a checkpoint
 
 
 class CheckpointTranslator:
@@ -46,9 +52,14 @@ class CheckpointTranslator:
     def __init__(self, strategy: NDStrategy, *, distributed: bool) -> None:
         self.distributed = distributed
         self._strategy = strategy
+        self.new_run()
+
+    def new_run(self) -> None:
+        """Forget what an earlier run opened. Called at the start of each."""
         self._opened: FolderCheckpoint | FileCheckpoint | None = None
         self._pending_strict: bool | None = None
-        self._random_state_at_first_step: Tensor | None = None
+        self._pending_random_state: Any = None
+        self._agreed = False
 
     # ---------------------------------------------------------------------------------------------------------- saving
 
@@ -76,44 +87,65 @@ class CheckpointTranslator:
         """Write ``checkpoint`` to ``path`` (global rank 0's), atomically. Which ranks must call: all.
 
         Raises:
-            CheckpointError: the path cannot hold this kind of checkpoint.
+            CheckpointError: on all ranks, if the path cannot hold this kind of checkpoint or cannot be written.
         """
         strategy = self._strategy
         if strategy._failure.is_alone():
             return
         path = strategy.broadcast(os.fspath(path))
+        rest, own = rank_state.take(checkpoint)
+        rest[_KEY] = {"layout": str(strategy.layout), "data_parallel_size": strategy.data_parallel_size}
         if self.distributed:
-            if storage_options is not None:
-                raise CheckpointError(
-                    explain(
-                        "storage_options with a distributed checkpoint",
-                        "a distributed checkpoint is written to a file system that all ranks share",
-                        "leave them out, or use save_distributed_checkpoint=False",
-                    )
-                )
-            self._save_folder(checkpoint, path)
-        elif strategy.is_global_zero:
-            self._save_file(checkpoint, path, storage_options)
+            self._save_folder(rest, own, path, storage_options)
+        else:
+            self._save_file(rest, own, path, storage_options)
 
-    def _save_folder(self, checkpoint: dict[str, Any], path: str) -> None:
+    def _save_folder(self, rest: dict[str, Any], own: Tensor, path: str, storage_options: Any | None) -> None:
         strategy = self._strategy
-        meta = dict(checkpoint)
-        distributed: dict[str, Any] = {"state_dict": meta.pop("state_dict")}
-        for index, state in enumerate(meta.pop("optimizer_states", [])):
+        if storage_options is not None:
+            raise CheckpointError(
+                explain(
+                    "storage_options with a distributed checkpoint",
+                    "a distributed checkpoint is written to a file system that all ranks share",
+                    "leave them out, or use save_distributed_checkpoint=False",
+                )
+            )
+        # Tensors, because torch saves other values from one rank only.
+        distributed: dict[str, Any] = {f"{RANK_STATE}{strategy.data_parallel_rank}": own}
+        distributed["state_dict"] = rest.pop("state_dict")
+        for index, state in enumerate(rest.pop("optimizer_states", [])):
             distributed[f"optimizer_{index}"] = state
-        # A tensor, because torch saves other values from one rank only.
-        distributed[f"{_RANDOM}_{strategy.global_rank}"] = random_state.capture()
-        meta["lightning_4d"] = {"layout": str(strategy.layout)}
-        save_folder(
-            path, distributed, meta, is_writer=strategy.is_global_zero, barrier=lambda: strategy.barrier("checkpoint")
-        )
+        rest = without_distributed_tensors(rest)
+        save_folder(path, distributed, rest, is_writer=strategy.is_global_zero)
 
-    def _save_file(self, checkpoint: dict[str, Any], path: str, storage_options: Any | None) -> None:
+    def _save_file(self, rest: dict[str, Any], own: Tensor, path: str, storage_options: Any | None) -> None:
+        strategy = self._strategy
+        state = {key: rest.pop(key) for key in ("state_dict", "optimizer_states") if key in rest}  # gathered already
+        rest = {**state, **without_distributed_tensors(rest)}
+        rest[_KEY]["ranks"] = self._gather(own)
+        error = None
+        if strategy.is_global_zero:
+            try:
+                self._write_file(rest, path, storage_options)
+            except Exception as raised:  # the other ranks wait for this one
+                error = raised
+        raise_together(error)
+
+    def _gather(self, own: Tensor) -> list[Tensor]:
+        """The tensors of all data-parallel ranks, by rank, on global rank 0."""
+        strategy = self._strategy
+        if not dist.is_initialized():
+            return [own]
+        pairs: list[Any] | None = [None] * strategy.world_size if strategy.is_global_zero else None
+        dist.gather_object((strategy.data_parallel_rank, own), pairs)
+        return [tensor for _, tensor in sorted(dict(pairs or []).items())]
+
+    def _write_file(self, content: dict[str, Any], path: str, storage_options: Any | None) -> None:
         plugin = self._strategy.checkpoint_io
         if is_remote(path) or type(plugin) is not TorchCheckpointIO or storage_options is not None:
-            plugin.save_checkpoint(checkpoint, path, storage_options=storage_options)
+            plugin.save_checkpoint(content, path, storage_options=storage_options)
         else:
-            save_file(path, checkpoint)
+            save_file(path, content)
 
     def remove(self, path: str | os.PathLike[str]) -> None:
         """Remove a checkpoint of either kind."""
@@ -127,20 +159,80 @@ class CheckpointTranslator:
     # --------------------------------------------------------------------------------------------------------- loading
 
     def open(self, path: str | os.PathLike[str], weights_only: bool | None) -> dict[str, Any]:
-        """Open the checkpoint at ``path`` (global rank 0's) and return what is not a tensor, or all of a single file."""
-        strategy = self._strategy
-        path = strategy.broadcast(os.fspath(path))
-        plugin = strategy.checkpoint_io
-        if is_remote(path) or (not os.path.isdir(path) and type(plugin) is not TorchCheckpointIO):
-            self._opened = FileCheckpoint(plugin.load_checkpoint(path, weights_only=weights_only))
-        else:
-            self._opened = open_checkpoint(path, weights_only=weights_only)
-        self._restore_random_state(self._opened)
+        """Open the checkpoint at ``path`` (global rank 0's) and return what is not a tensor, or all of a single file.
+
+        Which ranks must call: all; see :meth:`agree_on_path`.
+
+        Raises:
+            CheckpointError: there is no such checkpoint, or it is incomplete, on some rank.
+        """
+        agreed = self.agree_on_path(os.fspath(path))
+        assert agreed is not None
+        error = None
+        try:
+            self._opened = self._open(agreed, weights_only)
+        except Exception as raised:
+            error = raised
+        raise_together(error)
+        assert self._opened is not None
         content = self._opened.content
         if isinstance(self._opened, FolderCheckpoint) and self._opened.optimizer_count:
             # Lightning looks whether they are there; the states themselves are read after set-up.
             content["optimizer_states"] = [None] * self._opened.optimizer_count
+        if self._strategy._module.trainer.state.fn != TrainerFn.FITTING:
+            return content
+        return self._give_back_rank_state(content, weights_only)
+
+    def agree_on_path(self, path: str | None = None) -> str | None:
+        """Return global rank 0's path, once in each run: at its opening, or at set-up when this rank opens none.
+
+        Which ranks must call: all. That the ranks meet here, whichever of the two they do, is what names a rank that
+        does not see the checkpoint directory.
+
+        Raises:
+            CheckpointError: on all ranks, if some resume and others do not.
+        """
+        if self._agreed and path is None:
+            return None
+        self._agreed = True
+        if not dist.is_initialized():
+            return path
+        paths: list[str | None] = [None] * self._strategy.world_size
+        dist.all_gather_object(paths, path)
+        without = [rank for rank, each in enumerate(paths) if each is None]
+        if without and len(without) < len(paths):
+            other = next(each for each in paths if each is not None)
+            raise CheckpointError(
+                explain(
+                    f"ranks {without} found no checkpoint to load, others {other!r}",
+                    "all ranks must see the same checkpoints",
+                    f"save to a file system that all nodes share, or give ckpt_path={other!r} on all ranks",
+                )
+            )
+        return paths[0]
+
+    def _open(self, path: str, weights_only: bool | None) -> FolderCheckpoint | FileCheckpoint:
+        plugin = self._strategy.checkpoint_io
+        if is_remote(path) or (not local_path(path).is_dir() and type(plugin) is not TorchCheckpointIO):
+            return FileCheckpoint(plugin.load_checkpoint(path, weights_only=weights_only))
+        return open_checkpoint(path, weights_only=weights_only)
+
+    def _give_back_rank_state(self, content: dict[str, Any], weights_only: bool | None) -> dict[str, Any]:
+        """Continue this rank's random numbers and data, if as many ranks wrote the checkpoint as read it."""
+        written = content.get(_KEY, {}).get("data_parallel_size")
+        if written is None:  # not ours
+            return content
+        present, rank = self._strategy.data_parallel_size, self._strategy.data_parallel_rank
+        state = self._rank_state(content, rank if written == present else 0)
+        if written != present:
+            return rank_state.give_back_elsewhere(content, state, weights_only, written, present)
+        content, self._pending_random_state = rank_state.give_back(content, state, weights_only)
         return content
+
+    def _rank_state(self, content: Mapping[str, Any], rank: int) -> Tensor:
+        if isinstance(self._opened, FolderCheckpoint):
+            return self._opened.tensor(f"{RANK_STATE}{rank}")
+        return content[_KEY]["ranks"][rank]
 
     def load_model(self, checkpoint: Mapping[str, Any], *, strict: bool) -> None:
         """Load the weights of the opened checkpoint, now or at set-up, if the module is not sharded yet."""
@@ -166,32 +258,22 @@ class CheckpointTranslator:
         for index, optimizer in enumerate(self._strategy.optimizers):
             self._opened.load_optimizer(index, optimizer, self._strategy._module)
 
-    # ------------------------------------------------------------------------------------------------------ randomness
+    # ------------------------------------------------------------------------------------- random numbers and the data
 
-    def _restore_random_state(self, opened: FolderCheckpoint | FileCheckpoint) -> None:
-        """Continue this rank's random numbers, if the layout is the one that wrote the checkpoint."""
-        strategy = self._strategy
-        self._random_state_at_first_step = None
-        written_by = opened.content.get("lightning_4d", {}).get("layout")
-        if not isinstance(opened, FolderCheckpoint) or written_by != str(strategy.layout) or not self._is_fitting():
-            return
-        state = opened.tensor(f"{_RANDOM}_{strategy.global_rank}")
-        random_state.restore(state)
-        if _is_mid_epoch(opened.content):
-            # The uninterrupted run made its loader's iterator before this state; now it is made once more after it.
-            self._random_state_at_first_step = state
+    def on_train_start(self) -> None:
+        """Continue random numbers where the checkpoint was written, now that set-up has drawn its own."""
+        if self._pending_random_state is not None:
+            random_state.restore(self._pending_random_state)
+        self._opened = self._pending_random_state = None  # frees a file's memory
 
-    def _is_fitting(self) -> bool:
-        return self._strategy._module.trainer.state.fn == TrainerFn.FITTING
-
-    def restore_random_state(self) -> None:
-        """Called before each training step: continue random numbers at the first step after a mid-epoch resume."""
-        if self._random_state_at_first_step is not None:
-            random_state.restore(self._random_state_at_first_step)
-            self._random_state_at_first_step = None
+    def resumable(self, dataloader: object) -> object:
+        """Return a training DataLoader that continues in mid-epoch; others as they are."""
+        trainer = self._strategy._module.trainer
+        if trainer.state.fn != TrainerFn.FITTING or not trainer.training:
+            return dataloader
+        return resumable(dataloader, lambda: _batches_done(trainer.fit_loop.epoch_loop.batch_progress))
 
 
-def _is_mid_epoch(content: Mapping[str, Any]) -> bool:
-    progress = content.get("loops", {}).get("fit_loop", {}).get("epoch_loop.batch_progress", {})
-    return bool(progress.get("current", {}).get("ready", 0)) and not progress.get("is_last_batch", False)
-
+def _batches_done(progress: Any) -> int:
+    """Batches of the running epoch that Lightning will not run again after a resume: 0 from its last one on."""
+    return 0 if progress.is_last_batch else progress.current.processed

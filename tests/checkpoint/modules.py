@@ -1,0 +1,97 @@
+"""Modules and a data set for checkpoint tests: they record which samples they trained on, in which order."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torch.optim import AdamW
+from torch.optim.lr_scheduler import CosineAnnealingLR
+from torch.utils.data import DataLoader, Dataset
+
+
+class Noisy(Dataset):
+    """Sample i is (i, x_i + noise): the noise is drawn from all three generators at each access, as augmentation is."""
+
+    def __init__(self, size: int = 24, dim: int = 7) -> None:
+        self.x = torch.randn(size, dim, generator=torch.Generator().manual_seed(3))
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        noise = 0.1 * (torch.rand(()) + float(np.random.rand()) + random.random())
+        return torch.tensor(index), self.x[index] + noise
+
+
+class Layer(nn.Module):
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(dim, dim)
+        self.dropout = nn.Dropout(0.5)
+
+    def forward(self, x_BC: Tensor) -> Tensor:
+        return x_BC + self.dropout(torch.tanh(self.linear(x_BC)))
+
+
+class Resumable(LightningModule):
+    """Dropout 0.5, sizes that nothing divides, tied, frozen, unused and 0-d parameters, a buffer, AdamW, cosine."""
+
+    def __init__(
+        self, dim: int = 7, batch_size: int = 2, workers: int = 0, size: int = 24, shuffle: bool = True
+    ) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.layers = nn.ModuleList(Layer(dim) for _ in range(3))
+        self.input = nn.Linear(dim, dim)
+        self.output = nn.Linear(dim, dim)
+        self.output.weight = self.input.weight
+        self.scale = nn.Parameter(torch.tensor(0.7))
+        self.frozen = nn.Linear(dim, dim).requires_grad_(False)
+        self.unused = nn.Linear(dim, 5)
+        self.register_buffer("seen", torch.zeros((), dtype=torch.long))
+        self.trace: list[tuple[int, list[int], float]] = []
+
+    def forward(self, x_BC: Tensor) -> Tensor:
+        x_BC = self.input(self.frozen(x_BC))
+        for layer in self.layers:
+            x_BC = layer(x_BC)
+        return self.scale * self.output(x_BC)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        index_B, x_BC = batch
+        loss = F.mse_loss(self(x_BC), torch.sin(3 * x_BC))
+        self.seen += len(x_BC)
+        self.trace.append((self.global_step, index_B.tolist(), float(loss.detach())))
+        self.log("train_loss", loss.detach(), on_step=True)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        _, x_BC = batch
+        self.log("val_loss", F.mse_loss(self(x_BC), torch.sin(3 * x_BC)), sync_dist=True)
+
+    def train_dataloader(self) -> DataLoader:
+        hparams = self.hparams
+        return DataLoader(
+            Noisy(hparams["size"], hparams["dim"]),
+            batch_size=hparams["batch_size"],
+            shuffle=hparams["shuffle"],
+            num_workers=hparams["workers"],
+            multiprocessing_context="fork" if hparams["workers"] else None,
+        )
+
+    def val_dataloader(self) -> DataLoader:
+        return DataLoader(Noisy(8, self.hparams["dim"]), batch_size=2)
+
+    def configure_optimizers(self) -> Any:
+        decayed = [p for p in self.parameters() if p.ndim == 2 and p.requires_grad]
+        others = [p for p in self.parameters() if p.ndim != 2 and p.requires_grad]
+        groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+        optimizer = AdamW(groups, lr=0.05)
+        schedule = CosineAnnealingLR(optimizer, T_max=20)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
