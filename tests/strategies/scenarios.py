@@ -65,7 +65,10 @@ def both(scenario: Callable[..., Any], *args: Any, ddp: str = "ddp", replicate: 
 def check_same(
     pool: Pool, world: int, scenario: Callable[..., Any], *args: Any, rtol: float = 1e-10, **kwargs: Any
 ) -> list[Any]:
-    """Compare the scenario rank by rank; return what each rank got under NDStrategy."""
+    """Compare the scenario rank by rank; return what each rank got under NDStrategy.
+
+    `kwargs` are those of `both` and of `Pool.run`.
+    """
     pairs = pool.run(world, both, scenario, *args, **kwargs)
     for rank, (expected, actual) in enumerate(pairs):
         assert expected, "a scenario that returns nothing shows nothing"
