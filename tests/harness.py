@@ -14,11 +14,14 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities.warnings import PossibleUserWarning
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.optim import Optimizer
 
 from tests.collectives import CollectiveCounter
@@ -31,9 +34,42 @@ Gather = Callable[[dict[str, Tensor]], dict[str, Tensor]]
 
 
 def full_tensors(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Detached CPU copies of the full tensors; all ranks must call."""
-    full = {name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in tensors.items()}
-    return {name: t.detach().cpu().clone() for name, t in full.items()}
+    """Detached CPU copies of the full tensors; all ranks must call, with the same names in the same order."""
+    full = {name: tensor for name, tensor in tensors.items() if not isinstance(tensor, DTensor)}
+    batches: dict[tuple[DeviceMesh, int, torch.dtype], dict[str, DTensor]] = {}
+    for name, tensor in tensors.items():
+        if isinstance(tensor, DTensor):
+            if (axis := _only_sharded_axis(tensor)) is None:
+                full[name] = tensor.full_tensor()
+            else:
+                batches.setdefault((tensor.device_mesh, axis, tensor.dtype), {})[name] = tensor
+    for (mesh, axis, _), batch in batches.items():
+        full |= _gather_batch(batch, mesh, axis)
+    return {name: full[name].detach().cpu().clone() for name in tensors}
+
+
+def _only_sharded_axis(tensor: DTensor) -> int | None:
+    """The mesh axis, if the tensor is in plain shards over one and replicated over the others."""
+    axes = [axis for axis, placement in enumerate(tensor.placements) if not isinstance(placement, Replicate)]
+    return axes[0] if len(axes) == 1 and type(tensor.placements[axes[0]]) is Shard else None
+
+
+def _gather_batch(batch: dict[str, DTensor], mesh: DeviceMesh, axis: int) -> dict[str, Tensor]:
+    """`full_tensor()` of many in one exchange: a collective for each took half of the time of a test."""
+    shards = [tensor.to_local().detach().cpu() for tensor in batch.values()]
+    # One flat tensor: pickling tensors one by one would take as long as the collectives did.
+    mine = (mesh.get_local_rank(axis), [shard.shape for shard in shards], torch.cat([s.flatten() for s in shards]))
+    gathered: list[Any] = [None] * mesh.size(axis)
+    dist.all_gather_object(gathered, mine, group=mesh.get_group(axis))
+    ranks = [
+        [piece.view(shape) for piece, shape in zip(flat.split([s.numel() for s in shapes]), shapes, strict=True)]
+        for _, shapes, flat in sorted(gathered, key=lambda sent: sent[0])
+    ]
+    full = {}
+    for (name, tensor), parts in zip(batch.items(), zip(*ranks, strict=True), strict=True):
+        full[name] = torch.cat(parts, dim=tensor.placements[axis].dim)  # type: ignore[attr-defined]
+        assert full[name].shape == tensor.shape, f"{name}: shards make {full[name].shape}, not {tensor.shape}"
+    return full
 
 
 class Recorder(Callback):

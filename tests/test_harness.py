@@ -14,14 +14,16 @@ import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Optimizer
 from torch.utils.data import DataLoader, DistributedSampler
 
 from tests.collectives import count_collectives
 from tests.comparison import Recording
-from tests.harness import compare, merge, reference, train
+from tests.harness import compare, full_tensors, merge, reference, train
 from tests.modules import GAN, MLP, EncoderStack, SyntheticModule, TinyGPT, ViT, WithBuffers, WithScalar, WithUnused
 from tests.pool import Pool, WorkerError
 
@@ -146,6 +148,38 @@ class CapturesParameters(MLP):
 def test_an_optimizer_of_lost_parameters_is_noticed(pool: Pool) -> None:
     with pytest.raises(WorkerError, match=r"1 tensors that are not parameters of the module.*\(1, 24\)"):
         reference(pool, 1, CapturesParameters)
+
+
+def gather_in_every_way() -> dict[str, bool]:
+    mesh = init_device_mesh("cpu", (2, 2))
+    placements: dict[str, list[Placement]] = {
+        "plain shards": [Replicate(), Shard(0)],
+        "shards of dim 1 over the outer axis": [Shard(1), Replicate()],
+        "both axes": [Shard(0), Shard(0)],
+        "both dims": [Shard(1), Shard(0)],
+        "replicas": [Replicate(), Replicate()],
+    }
+    tensors: dict[str, Tensor] = {"no DTensor": torch.arange(3.0)}
+    expected = dict(tensors)
+    for name, placement in placements.items():
+        for rows in (1, 5, 8):  # 1: some ranks hold nothing
+            whole = torch.rand(rows, 3)
+            expected[f"{name} {rows}"] = whole
+            tensors[f"{name} {rows}"] = distribute_tensor(whole, mesh, placement)
+    expected["sums"] = torch.full((3,), 3.0)
+    part = torch.full((3,), mesh.get_local_rank(0) + 1.0)
+    tensors["sums"] = DTensor.from_local(part, mesh, [Partial(), Replicate()])
+    expected["integers"] = torch.arange(5)
+    tensors["integers"] = distribute_tensor(torch.arange(5), mesh, [Replicate(), Shard(0)])
+    full = full_tensors(tensors)
+    assert list(full) == list(tensors)
+    return {name: type(full[name]) is Tensor and torch.equal(full[name], expected[name]) for name in expected}
+
+
+def test_tensors_are_gathered_from_any_placement(pool: Pool) -> None:
+    for result in pool.run(4, gather_in_every_way):
+        assert len(result) == 18
+        assert all(result.values()), result
 
 
 class ShardedByHand(TinyGPT):
