@@ -287,3 +287,37 @@ def clamp_all(tensors: list[Tensor], bound: float) -> None:
     """Clamp each element to [-bound, bound], in place."""
     torch._foreach_clamp_min_(tensors, -bound)
     torch._foreach_clamp_max_(tensors, bound)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# torch: fake tensors and dispatch modes
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def fake_tensor_mode() -> Any:
+    """Return a mode in which tensors have shape, dtype and device, but no data; real tensors that meet them are faked.
+
+    Reason: ``FakeTensorMode`` is the only way to run a step without memory or time, and has no public spelling.
+    Static shapes, so that numbers derived from them are plain integers; data-dependent ones are symbols.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    return FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv(), static_shapes=True)
+
+
+def dispatch_mode(handle: Callable[[Any, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]) -> Any:
+    """Return a context manager in which every operation below autograd runs as ``handle(mode, op, args, kwargs)``.
+
+    ``handle`` runs outside the mode; ``with mode:`` enters it again. Higher-order operators are handed on too.
+    Reason: ``TorchDispatchMode`` is what ``FlopCounterMode`` is made of, and has no public spelling.
+    """
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Mode(TorchDispatchMode):
+        supports_higher_order_operators = True
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return handle(self, func, args, kwargs or {})
+
+    return Mode()
