@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
+from lightning.pytorch import Trainer
+from lightning.pytorch.loops.loop import _Loop
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -33,7 +35,7 @@ from lightning_4d.checkpoint.files import is_remote, local_path
 from lightning_4d.checkpoint.save import RANK_STATE
 from lightning_4d.errors import CheckpointError, explain
 from lightning_4d.strategies import random_state, rank_state
-from lightning_4d.strategies.data_position import resumable
+from lightning_4d.strategies.data_position import ResumableDataLoader, resumable
 
 if TYPE_CHECKING:
     from lightning_4d.strategies.nd import NDStrategy
@@ -59,6 +61,7 @@ class CheckpointTranslator:
         self._opened: FolderCheckpoint | FileCheckpoint | None = None
         self._pending_strict: bool | None = None
         self._pending_random_state: Any = None
+        self._pending_positions: list[Any] = []  # of training DataLoaders, in their order
         self._agreed = False
 
     # ---------------------------------------------------------------------------------------------------------- saving
@@ -226,8 +229,9 @@ class CheckpointTranslator:
         state = self._rank_state(content, rank if written == present else 0)
         if written != present:
             return rank_state.give_back_elsewhere(content, state, weights_only, written, present)
-        content, self._pending_random_state = rank_state.give_back(content, state, weights_only)
-        return content
+        resumed = rank_state.give_back(content, state, weights_only)
+        self._pending_random_state, self._pending_positions = resumed.random, resumed.positions
+        return resumed.checkpoint
 
     def _rank_state(self, content: Mapping[str, Any], rank: int) -> Tensor:
         if isinstance(self._opened, FolderCheckpoint):
@@ -257,6 +261,7 @@ class CheckpointTranslator:
             self._opened.content = dict(checkpoint)
         for index, optimizer in enumerate(self._strategy.optimizers):
             self._opened.load_optimizer(index, optimizer, self._strategy._module)
+        _do_not_restart_finished_epoch(self._strategy._module.trainer)  # after Lightning restored its loops
 
     # ------------------------------------------------------------------------------------- random numbers and the data
 
@@ -271,9 +276,23 @@ class CheckpointTranslator:
         trainer = self._strategy._module.trainer
         if trainer.state.fn != TrainerFn.FITTING or not trainer.training:
             return dataloader
-        return resumable(dataloader, lambda: _batches_done(trainer.fit_loop.epoch_loop.batch_progress))
+        loader = resumable(dataloader, lambda: _batches_done(trainer.fit_loop.epoch_loop.batch_progress))
+        if isinstance(loader, ResumableDataLoader) and self._pending_positions:
+            loader.position.load(self._pending_positions.pop(0))
+        return loader
 
 
 def _batches_done(progress: Any) -> int:
     """Batches of the running epoch that Lightning will not run again after a resume: 0 from its last one on."""
     return 0 if progress.is_last_batch else progress.current.processed
+
+
+def _do_not_restart_finished_epoch(trainer: Trainer) -> None:
+    """Let a run with ``max_steps`` go on with the next epoch, as Lightning does with ``max_epochs``.
+
+    Lightning 2.6 restarts the finished epoch instead, and without validation trains one more batch in it.
+    """
+    fit_loop = trainer.fit_loop
+    progress = fit_loop.epoch_progress.current
+    if fit_loop.epoch_loop.batch_progress.is_last_batch and progress.ready == progress.started == progress.processed:
+        _Loop.restarting.fset(fit_loop, False)  # pyright: ignore[reportOptionalCall]  # fit_loop's own setter refuses

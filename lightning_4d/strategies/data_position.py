@@ -52,7 +52,11 @@ def resumable(dataloader: object, batches_done: BatchesDone) -> object:
 
 
 class ResumableDataLoader(DataLoader):
-    """The class that :func:`resumable` mixes in. Lightning calls the two state methods."""
+    """The class that :func:`resumable` mixes in.
+
+    Attributes:
+        position: to continue from another loader's state, ``position.load(state_dict()[MARK])`` before iterating.
+    """
 
     position: Position
 
@@ -61,9 +65,7 @@ class ResumableDataLoader(DataLoader):
         return {MARK: self.position.state()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Let the next iteration continue from ``state``."""
-        if state.get(MARK) is not None:
-            self.position.load(state[MARK])
+        """Do nothing: a strategy loads :attr:`position` itself, since Lightning calls this in some restarts only."""
 
     def __iter__(self) -> Any:
         return self._continue() if self.position.take_resume() else super().__iter__()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
@@ -27,10 +27,23 @@ def take(checkpoint: Mapping[str, Any]) -> tuple[dict[str, Any], Tensor]:
     return _with_loader_states(checkpoint, kept), _encode({"random": random_state.capture(), "loaders": loaders})
 
 
-def give_back(checkpoint: Mapping[str, Any], state: Tensor, weights_only: bool | None) -> tuple[dict[str, Any], Any]:
-    """Return ``checkpoint`` with this rank's loader states in it, and the random state for :mod:`random_state`."""
+class Resumed(NamedTuple):
+    """What :func:`give_back` returns."""
+
+    checkpoint: dict[str, Any]
+    """The checkpoint with this rank's loader states where Lightning looks for them."""
+    random: dict[str, Any]
+    """For :mod:`random_state`."""
+    positions: list[Any]
+    """For the training DataLoaders, in their order; Lightning would hand them on only in some kinds of restart."""
+
+
+def give_back(checkpoint: Mapping[str, Any], state: Tensor, weights_only: bool | None) -> Resumed:
+    """Read what :func:`take` made of this rank's state."""
     decoded = _decode(state, weights_only)
-    return _with_loader_states(checkpoint, decoded["loaders"]), decoded["random"]
+    loaders = decoded["loaders"]
+    positions = [loader[MARK] for loader in loaders if _is_ours(loader)]
+    return Resumed(_with_loader_states(checkpoint, loaders), decoded["random"], positions)
 
 
 def give_back_elsewhere(
