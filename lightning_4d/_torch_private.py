@@ -61,6 +61,17 @@ def fsdp_finish_backward(root: FSDPModule) -> None:
     root._get_fsdp_state()._root_post_backward_final_callback()  # pyright: ignore[reportPrivateUsage]
 
 
+def fsdp_begin_backward(module: FSDPModule) -> None:
+    """Do now what FSDP does when a gradient first reaches ``module``: gather its parameters. Once per backward.
+
+    Reason: activation checkpointing calls a module again before gradients reach it. Without this, FSDP would take that
+    call for a forward, reshard after it (torch 2.11), and gather once more for the backward.
+    """
+    state = module._get_fsdp_state()  # pyright: ignore[reportPrivateUsage]
+    if state._training_state.name != "PRE_BACKWARD":
+        state._pre_backward(None)
+
+
 def fsdp_has_unreduced_gradients(modules: Iterable[FSDPModule]) -> bool:
     """Whether autograd left gradients on gathered parameters that FSDP has not reduced."""
     return any(

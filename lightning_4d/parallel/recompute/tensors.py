@@ -1,0 +1,41 @@
+"""Memory and changes of tensors: which storage, which version, and whether two are the same values."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+
+def storages(tensor: Tensor) -> Iterator[tuple[int, int]]:
+    """The address and the bytes of each storage that ``tensor`` uses; several for tensors that wrap others."""
+    if hasattr(tensor, "__tensor_flatten__"):
+        names, _ = tensor.__tensor_flatten__()  # pyright: ignore[reportAttributeAccessIssue]
+        for name in names:
+            yield from storages(getattr(tensor, name))
+    elif tensor.layout is torch.strided:
+        storage = tensor.untyped_storage()
+        yield storage.data_ptr(), storage.nbytes()
+
+
+def version(tensor: Tensor) -> int:
+    """How often the tensor was changed in place; 0 for tensors that do not count it."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def same(first: Tensor, second: Tensor) -> bool:
+    """Whether both are one and the same values in memory: the same object, or a view of all of it."""
+    if first is second:
+        return True
+    if type(first) is not type(second) or first.shape != second.shape or first.dtype != second.dtype:
+        return False
+    if hasattr(first, "__tensor_flatten__"):
+        names, context = first.__tensor_flatten__()  # pyright: ignore[reportAttributeAccessIssue]
+        others, other_context = second.__tensor_flatten__()  # pyright: ignore[reportAttributeAccessIssue]
+        alike = names == others and context == other_context
+        return alike and all(same(getattr(first, name), getattr(second, name)) for name in names)
+    if first.layout is not torch.strided or second.layout is not torch.strided or first.device != second.device:
+        return False
+    same_view = first.stride() == second.stride() and first.storage_offset() == second.storage_offset()
+    return same_view and first.numel() > 0 and first.data_ptr() == second.data_ptr()
