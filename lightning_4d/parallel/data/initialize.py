@@ -137,7 +137,8 @@ def broadcast(tensors: Iterable[Tensor], source: int, group: dist.ProcessGroup) 
     flat = torch.cat(views)
     dist.broadcast(flat, source, group=group)
     for tensor, values in zip(tensors, flat.split([view.numel() for view in views]), strict=True):
-        tensor.detach().copy_(values.view(tensor.dtype).view(tensor.shape))
+        aligned = values.clone()  # after a bf16 tensor of odd size, an int64 one starts where it cannot be viewed
+        tensor.detach().copy_(aligned.view(tensor.dtype).view(tensor.shape))
 
 
 def _some(names: list[str], most: int = 5) -> str:
