@@ -45,7 +45,13 @@ from lightning_4d.strategies.checkpointing import CheckpointTranslator
 from lightning_4d.strategies.evaluation import EvaluationBalance
 from lightning_4d.strategies.failure import Failure
 from lightning_4d.strategies.precision import adapt_precision_plugin
-from lightning_4d.strategies.support import refuse_foreign_parameters, refuse_rebuilt_model, refuse_unsupported
+from lightning_4d.strategies.support import (
+    converts_to,
+    refuse_changed_model,
+    refuse_flattening,
+    refuse_foreign_parameters,
+    refuse_unsupported,
+)
 
 Size = int | Literal["auto"]
 
@@ -193,7 +199,7 @@ class NDStrategy(ParallelStrategy):
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
         self._layout = self._resolve_layout()  # a layout that does not fit is refused before processes start
-        if not self.cluster_environment.creates_processes_externally:
+        if self.world_size > 1 and not self.cluster_environment.creates_processes_externally:
             self._launcher = _SubprocessScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
 
     def _resolve_layout(self) -> ParallelLayout:
@@ -255,13 +261,14 @@ class NDStrategy(ParallelStrategy):
         module = self._module
         existing = sharded(module)
         if existing is not None and existing.units:
-            refuse_rebuilt_model(module, existing, self.layout)
+            refuse_changed_model(module, existing, self.layout, self.precision_plugin)
             return existing
         self.model = self.precision_plugin.convert_module(module)
         if self._layer_sync is not None:
             self.model = self._layer_sync.apply(self.model)
         blocks = find_blocks(module, self._blocks)
         data = shard(module, blocks, self.mesh, self.root_device, self._options, self._initialization)
+        data.converted_to = converts_to(self.precision_plugin)
         self.model_to_device()  # what is neither parameter nor buffer: metric states
         data.settle()
         return data
@@ -276,6 +283,7 @@ class NDStrategy(ParallelStrategy):
         super().setup_optimizers(trainer)
         manual = not self._module.automatic_optimization
         for optimizer in self.optimizers:
+            refuse_flattening(optimizer, self.layout)
             refuse_foreign_parameters(optimizer, self._module, self.data)
             self.data.watch_optimizer(optimizer, manual=manual)
         if manual and self.data.units:

@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.plugins.precision import Precision
 from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Optimizer
 
 from lightning_4d.checkpoint.files import is_remote, local_path
 from lightning_4d.errors import UnsupportedError, explain
@@ -42,11 +43,19 @@ def refuse_unsupported(trainer: Trainer, strategy: NDStrategy) -> None:
                 local_path(path)
 
 
-def refuse_rebuilt_model(module: LightningModule, existing: DataParallel, layout: ParallelLayout) -> None:
-    """Refuse a module that is sharded already, but otherwise or only in part.
+def converts_to(plugin: Precision) -> str | None:
+    """Return the precision that ``plugin`` converts all parameters to, or None if it leaves them."""
+    precision = str(plugin.precision)
+    return precision if precision.endswith("-true") and precision != "32-true" else None
+
+
+def refuse_changed_model(
+    module: LightningModule, existing: DataParallel, layout: ParallelLayout, plugin: Precision
+) -> None:
+    """Refuse a module that is sharded already, but in another way or only in part.
 
     Raises:
-        UnsupportedError: the layout changed, or ``configure_model`` made new layers.
+        UnsupportedError: the layout or the parameters' precision changed, or ``configure_model`` made new layers.
     """
     if existing.mesh.layout != layout:
         raise UnsupportedError(
@@ -56,6 +65,15 @@ def refuse_rebuilt_model(module: LightningModule, existing: DataParallel, layout
                 "save a checkpoint and load it into a new module, or keep the layout",
             )
         )
+    if existing.converted_to != converts_to(plugin):
+        raise UnsupportedError(
+            explain(
+                f"a module sharded with precision {existing.converted_to or 'as built'} in a Trainer with precision "
+                f"{plugin.precision}",
+                "parameters keep the precision they were sharded in",
+                "save a checkpoint and load it into a new module, or keep the precision",
+            )
+        )
     plain = [name for name, parameter in module.named_parameters() if not isinstance(parameter, DTensor)]
     if plain:
         raise UnsupportedError(
@@ -63,6 +81,22 @@ def refuse_rebuilt_model(module: LightningModule, existing: DataParallel, layout
                 f"configure_model() made {plain[0]!r} again, in a module that is sharded already",
                 "Lightning calls configure_model() before each fit, validate, test and predict",
                 "return at once from configure_model() when the layers exist",
+            )
+        )
+
+
+def refuse_flattening(optimizer: Optimizer, layout: ParallelLayout) -> None:
+    """Refuse an optimizer that takes all parameters as one vector, which sharded ones are not.
+
+    Raises:
+        UnsupportedError: names the optimizer.
+    """
+    if isinstance(optimizer, LBFGS) and layout.data_parallel_size > 1:
+        raise UnsupportedError(
+            explain(
+                f"{type(optimizer).__name__} with layout {layout}",
+                "it treats all parameters as one vector, and parameters are spread over ranks",
+                "use an optimizer that updates each parameter by itself, such as AdamW or SGD, or one process",
             )
         )
 

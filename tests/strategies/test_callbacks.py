@@ -92,7 +92,7 @@ def logging(make: MakeTrainer) -> dict[str, Any]:
     module = Logging()
     trainer = make(max_epochs=2, num_sanity_val_steps=2, log_every_n_steps=1)
     trainer.fit(module)
-    assert module.sum.value.device == module.device
+    assert module.sum.sum_value.device == module.device
     return {
         "metrics": numbers(trainer.callback_metrics),
         "logged": numbers(trainer.logged_metrics),
@@ -113,7 +113,7 @@ class Steered(MLP):
     """A validation loss that each rank sees differently, and a schedule that follows it."""
 
     def configure_optimizers(self) -> Any:
-        optimizer = SGD(self.parameters(), lr=0.5)
+        optimizer = SGD(self.parameters(), lr=0.2)
         schedule = ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=0.5)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "monitor": "val_loss"}}
 
@@ -130,7 +130,7 @@ def steering(make: MakeTrainer) -> dict[str, Any]:
     module = Steered()
     steps = Steps()
     checkpoint = ModelCheckpoint("kept", "{epoch}-{val_loss:.6f}", monitor="val_loss", save_top_k=2)
-    stopping = EarlyStopping("val_loss", patience=1, min_delta=0.02)
+    stopping = EarlyStopping("val_loss", patience=3, min_delta=0.02)
     callbacks = [steps, checkpoint, stopping, LearningRateMonitor("epoch"), GradientAccumulationScheduler({0: 2, 2: 3})]
     trainer = make(
         max_epochs=12,

@@ -64,9 +64,14 @@ class ReplicatedParameters:
         if self._gathered:
             return
         self._gathered = True
+        self.mirror_requires_grad()
+        for entry in self._entries:
+            entry.register(entry.plain)
+
+    def mirror_requires_grad(self) -> None:
+        """Apply ``requires_grad`` of the distributed parameters, which optimizers see, to the plain ones in use."""
         for entry in self._entries:
             entry.plain.requires_grad_(entry.distributed.requires_grad)
-            entry.register(entry.plain)
 
     def reshard(self) -> None:
         """Let the module hold the distributed parameters, which share the plain ones' memory."""

@@ -8,7 +8,6 @@ trainer holds on to: it runs the steps, and keeps gradients and parameters consi
 from __future__ import annotations
 
 import contextlib
-import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -31,8 +30,7 @@ from lightning_4d.parallel.data.replicated import ReplicatedParameters
 
 _T = TypeVar("_T")
 _STEP = "_lightning_4d_step"  # the method on the root that FSDP treats as a forward
-
-_registry: weakref.WeakKeyDictionary[nn.Module, DataParallel] = weakref.WeakKeyDictionary()
+_RESULT = "_lightning_4d_data_parallel"  # the attribute of the root that holds what `shard` made of it
 
 
 @dataclass(frozen=True)
@@ -51,7 +49,7 @@ class DataParallelOptions:
 
 def sharded(root: nn.Module) -> DataParallel | None:
     """Return what an earlier :func:`shard` made of ``root``, or None."""
-    return _registry.get(root)
+    return getattr(root, _RESULT, None)
 
 
 def shard(
@@ -88,7 +86,7 @@ def shard(
     result = DataParallel(root, mesh, device, names)
     if mesh.data_parallel_size > 1:
         result.wrap(blocks, options)
-    _registry[root] = result
+    object.__setattr__(root, _RESULT, result)
     return result
 
 
@@ -113,6 +111,8 @@ def _prepare(modules: Iterable[nn.Module], mesh: Mesh, device: torch.device) -> 
 
 
 def _compile_forward(module: nn.Module) -> None:
+    if "forward" in vars(module):
+        return  # compiled at an earlier set-up
     # Not `module.compile()`: that would take the hooks of FSDP and of checkpointing into the graph.
     module.forward = torch.compile(module.forward)
 
@@ -133,6 +133,7 @@ class DataParallel:
         self.root = root
         self.mesh = mesh
         self.original_names = original_names
+        self.converted_to: str | None = None  # the precision that all parameters were converted to before sharding
         self.units: list[FSDPModule] = []  # blocks in order, the root last
         self._device = device
         self._replicated: ReplicatedParameters | None = None
@@ -146,6 +147,10 @@ class DataParallel:
         self._synchronise = True
         self._manual = False
         self._gathers: list[FSDPModule] | None = None
+
+    def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
+        # A copy of the root is another module: it has not been sharded.
+        return _nothing, ()
 
     # ------------------------------------------------------------------------------------------------------- set-up
 
@@ -306,6 +311,8 @@ class DataParallel:
         if self._synchronise:
             self._replicated.reduce_gradients()
             self._participation.after_backward()
+        if self._depth:  # manual optimization: the step goes on, and may use any parameter
+            self._gather_root()
 
     @contextlib.contextmanager
     def no_gradient_sync(self) -> Iterator[None]:
@@ -357,6 +364,8 @@ class DataParallel:
     def mirror_requires_grad(self) -> None:
         """Apply ``requires_grad`` of the parameters that optimizers see to the gathered ones in use."""
         private.fsdp_mirror_requires_grad(self.units)
+        if self._replicated is not None:
+            self._replicated.mirror_requires_grad()
 
     # ------------------------------------------------------------------------------------------------------ parameters
 
@@ -399,6 +408,10 @@ class DataParallel:
             self._gather_as_stored()
         if self._gathers is not None:
             self._gathers.append(cast("FSDPModule", module))
+
+
+def _nothing() -> None:
+    return None
 
 
 def _whole_parameters(root: nn.Module, blocks: Sequence[Block]) -> set[nn.Parameter]:
