@@ -52,6 +52,11 @@ def test_every_kind_of_module(pool, module, strategy):
     check(pool, module, 2, 2, strategy=strategy, limit_val_batches=2)
 
 
+def test_buffers_changed_by_training_after_a_sanity_check(pool):
+    # The sanity check compares buffers before any of them has changed.
+    check(pool, partial(WithBuffers, samples=24), 2, 1, num_sanity_val_steps=1, limit_val_batches=2, steps=6)
+
+
 def test_hsdp_strategy_shards_inside_a_node_by_default(pool):
     expected = reference(pool, 2, TinyGPT)
     actual = pool.run(2, train, TinyGPT, HSDPStrategy)

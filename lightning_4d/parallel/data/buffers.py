@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from lightning_4d.mesh import Mesh
 from lightning_4d.parallel.data.initialize import broadcast
 
+_CHUNK = 2**20  # bytes
+
 
 class Buffers:
     """The buffers of ``root`` that training changes, kept equal over the data-parallel ranks."""
@@ -24,7 +26,7 @@ class Buffers:
         # By content: batch normalisation changes its statistics without raising a tensor's version.
         self._initial = {name: _fingerprint(buffer) for name, buffer in root.named_buffers()}
         self._changing: list[str] = []
-        self._settled = False  # the set of changing buffers has been agreed on once
+        self._has_trained = False  # since then it is known which buffers a training step changes
         self._stale = False  # a synchronised training forward may have changed them since the last broadcast
 
     def before_training_step(self) -> None:
@@ -35,21 +37,23 @@ class Buffers:
 
     def after_training_step(self, synchronised: bool) -> None:
         """Note a training forward; the first time, agree on which buffers change."""
-        if not self._settled:
+        if not self._has_trained:
             self.agree()
+            self._has_trained = True
         self._stale = synchronised
 
     def agree(self) -> None:
-        """Agree on which buffers change, and make them equal, at a point that all ranks reach (epoch or evaluation)."""
+        """Agree on which buffers change, at a point that all ranks reach. Which ranks must call: all of them."""
         if not self._initial:
-            self._settled = True
             return
         buffers = dict(self._root.named_buffers())
-        changed = [n not in buffers or _fingerprint(buffers[n]) != before for n, before in self._initial.items()]
+        changed = [n in self._changing or self._has_changed(n, buffers) for n in self._initial]
         changed = torch.tensor(changed, dtype=torch.uint8, device=self._device)
         dist.all_reduce(changed, op=dist.ReduceOp.MAX, group=self._mesh.data_parallel_group)
         self._changing = [n for n, c in zip(self._initial, changed.tolist(), strict=True) if c and n in buffers]
-        self._settled = True
+
+    def _has_changed(self, name: str, buffers: dict[str, Tensor]) -> bool:
+        return name not in buffers or _fingerprint(buffers[name]) != self._initial[name]
 
     def synchronize(self) -> None:
         """Agree and make equal, for example before an evaluation. Which ranks must call: all data-parallel ranks."""
@@ -67,6 +71,10 @@ class Buffers:
 
 def _fingerprint(buffer: Tensor) -> tuple[int, int]:
     """Two 64-bit sums over the bytes of ``buffer``, one of them weighted by position."""
-    as_bytes = buffer.detach().reshape(-1).contiguous().view(torch.uint8).long()
-    position = torch.arange(1, as_bytes.numel() + 1, device=as_bytes.device)
-    return int(as_bytes.sum()), int((as_bytes * position).sum())
+    as_bytes = buffer.detach().reshape(-1).contiguous().view(torch.uint8)
+    plain, weighted = torch.zeros((2,), dtype=torch.int64, device=buffer.device)
+    for start in range(0, as_bytes.numel(), _CHUNK):  # as 64-bit numbers a chunk takes eight times its bytes
+        chunk = as_bytes[start : start + _CHUNK].long()
+        plain = plain + chunk.sum()
+        weighted = weighted + (chunk * torch.arange(start + 1, start + 1 + chunk.numel(), device=chunk.device)).sum()
+    return int(plain), int(weighted)
