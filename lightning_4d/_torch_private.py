@@ -262,7 +262,7 @@ class _MetaInitializationObserver(torch.overrides.TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        target = args[0] if args else None
+        target = args[0] if args else (kwargs or {}).get("tensor")  # functions of nn.init come with a keyword
         if isinstance(target, nn.Parameter) and target.is_meta and _initializes(func):
             self._report(target, _resetting_module())
         return func(*args, **(kwargs or {}))
