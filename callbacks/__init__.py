@@ -13,3 +13,7 @@ if __name__ != "lightning_4d.callbacks":
         "(a package 'callbacks' of your own must come earlier on sys.path)",
         name=__name__,
     )
+
+from lightning_4d.callbacks.mfu_monitor import MFUMonitor
+
+__all__ = ["MFUMonitor"]

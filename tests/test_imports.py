@@ -24,6 +24,7 @@ FORBIDDEN_IMPORTS = {
     "lightning_4d/errors.py": ("torch", "lightning", "numpy"),
     "lightning_4d/mesh.py": ("lightning",),
     "lightning_4d/parallel": ("lightning",),
+    "lightning_4d/utilization": ("lightning", "torch.distributed"),
     "lightning_4d/planner": ("lightning", "torch.distributed"),
 }
 
