@@ -50,6 +50,7 @@ from lightning_4d.strategies.support import (
     refuse_changed_model,
     refuse_flattening,
     refuse_foreign_parameters,
+    refuse_lost_metrics,
     refuse_unsupported,
 )
 
@@ -263,6 +264,7 @@ class NDStrategy(ParallelStrategy):
         if existing is not None and existing.units:
             refuse_changed_model(module, existing, self.layout, self.precision_plugin)
             return existing
+        refuse_lost_metrics(module)
         self.model = self.precision_plugin.convert_module(module)
         if self._layer_sync is not None:
             self.model = self._layer_sync.apply(self.model)

@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.plugins.precision import Precision
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import LBFGS, Optimizer
+from torchmetrics import Metric
 
 from lightning_4d.checkpoint.files import is_remote, local_path
 from lightning_4d.errors import UnsupportedError, explain
@@ -85,6 +87,26 @@ def refuse_changed_model(
         )
 
 
+def refuse_lost_metrics(module: LightningModule) -> None:
+    """Refuse torchmetrics built on the meta device: what their states start from is lost.
+
+    Raises:
+        UnsupportedError: names the metric.
+    """
+    for name, metric in module.named_modules():
+        if not isinstance(metric, Metric):
+            continue
+        lost = [key for key, state in metric.metric_state.items() if isinstance(state, Tensor) and state.is_meta]
+        if lost:
+            raise UnsupportedError(
+                explain(
+                    f"the metric {name!r} ({type(metric).__name__}) was built on the meta device",
+                    f"the initial value of its state {lost[0]!r} is lost there",
+                    "build metrics in __init__, outside torch.device('meta')",
+                )
+            )
+
+
 def refuse_flattening(optimizer: Optimizer, layout: ParallelLayout) -> None:
     """Refuse an optimizer that takes all parameters as one vector, which sharded ones are not.
 
@@ -112,7 +134,7 @@ def refuse_foreign_parameters(optimizer: Optimizer, module: LightningModule, dat
         for parameter in group["params"]:
             if parameter in known:
                 continue
-            name = data.original_names.get(id(parameter))
+            name = data.original_name(parameter)
             what = (
                 f"the parameter {name!r} as it was before sharding" if name else "a parameter that is not the module's"
             )

@@ -8,6 +8,7 @@ trainer holds on to: it runs the steps, and keeps gradients and parameters consi
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -72,7 +73,7 @@ def shard(
         UnsupportedError: the module cannot be initialised or sharded exactly; names the parameters.
     """
     initialization.check(root)
-    names = {id(parameter): name for name, parameter in root.named_parameters()}
+    names = {id(parameter): (weakref.ref(parameter), name) for name, parameter in root.named_parameters()}
     blocks = _independent(root, blocks)
     block_modules = {block.module for block in blocks}
     inside = {module for block in blocks for module in block.module.modules()}
@@ -126,13 +127,19 @@ class DataParallel:
         root: the module, prepared: on its device and equal on all ranks.
         mesh: the mesh of the job.
         device: the device of the parameters.
-        original_names: the name of each parameter by the ``id`` it had before it was sharded.
+        original_names: each parameter as it was before it was sharded, and its name, by its ``id``.
     """
 
-    def __init__(self, root: nn.Module, mesh: Mesh, device: torch.device, original_names: dict[int, str]) -> None:
+    def __init__(
+        self,
+        root: nn.Module,
+        mesh: Mesh,
+        device: torch.device,
+        original_names: dict[int, tuple[weakref.ref[nn.Parameter], str]],
+    ) -> None:
         self.root = root
         self.mesh = mesh
-        self.original_names = original_names
+        self._original_names = original_names
         self.converted_to: str | None = None  # the precision that all parameters were converted to before sharding
         self.units: list[FSDPModule] = []  # blocks in order, the root last
         self._device = device
@@ -294,6 +301,12 @@ class DataParallel:
             if reshard:
                 unit.reshard()
         self.settle()
+
+    def original_name(self, parameter: nn.Parameter) -> str | None:
+        """Return the name that ``parameter`` had before the module was sharded, or None if it was not the module's."""
+        reference, name = self._original_names.get(id(parameter), (None, None))
+        # The id of a parameter that is gone may be another's now.
+        return name if reference is not None and reference() is parameter else None
 
     # ----------------------------------------------------------------------------------------------------- gradients
 
