@@ -15,7 +15,7 @@ from torch import nn
 
 from lightning_4d.checkpoint import files
 from lightning_4d.checkpoint.optimizer_state import gathered
-from lightning_4d.checkpoint.together import raise_together
+from lightning_4d.checkpoint.together import one_process_allowed, raise_together
 from lightning_4d.errors import CheckpointError, explain
 
 RANK_STATE = "rank_state_"  # and the data-parallel rank: bytes of what each rank keeps for itself
@@ -65,7 +65,8 @@ def _finish(target: Path, meta: Mapping[str, Any]) -> None:
 
 def _write_tensors(folder: Path, distributed: Mapping[str, Any]) -> None:
     try:
-        dcp.save(dict(distributed), checkpoint_id=folder, no_dist=not dist.is_initialized())
+        with one_process_allowed():
+            dcp.save(dict(distributed), checkpoint_id=folder, no_dist=not dist.is_initialized())
     except dcp.CheckpointException as error:  # derives from BaseException: `except Exception` would miss it
         raise _cannot_write(folder, error) from error
 

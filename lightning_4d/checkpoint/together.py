@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import warnings
+from collections.abc import Iterator
+
 import torch.distributed as dist
 
 from lightning_4d.errors import CheckpointError
@@ -25,3 +29,11 @@ def raise_together(error: Exception | None) -> None:
     for rank, text in enumerate(texts):
         if text is not None:
             raise CheckpointError(f"rank {rank} failed: {text}")
+
+
+@contextlib.contextmanager
+def one_process_allowed() -> Iterator[None]:
+    """Without the warning of ``torch.distributed.checkpoint`` that one process saves or loads: it is meant to."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield

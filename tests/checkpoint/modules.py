@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
-from torch.optim import AdamW
+from torch.optim import Adam, AdamW
 from torch.optim.lr_scheduler import CosineAnnealingLR
 from torch.utils.data import DataLoader, Dataset
 
@@ -95,3 +95,70 @@ class Resumable(LightningModule):
         optimizer = AdamW(groups, lr=0.05)
         schedule = CosineAnnealingLR(optimizer, T_max=20)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+class Same(Dataset):
+    """All samples are equal, so that a mean loss and its gradients do not depend on how many ranks share a batch."""
+
+    def __init__(self, dim: int = 7) -> None:
+        self.x = torch.randn(dim, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return torch.tensor(index), self.x
+
+
+class Portable(Resumable):
+    """`Resumable` without dropout, on equal samples: its next step is the same under every layout."""
+
+    def __init__(self, dim: int = 7) -> None:
+        super().__init__(dim, shuffle=False)
+        for layer in self.layers:
+            layer.dropout = nn.Identity()
+
+    def train_dataloader(self) -> DataLoader:
+        return DataLoader(Same(self.hparams["dim"]), batch_size=2)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        index_B, x_BC = batch
+        loss = F.mse_loss(self(x_BC.to(self.scale.dtype)), torch.sin(3 * x_BC).to(self.scale.dtype))
+        self.trace.append((self.global_step, index_B.tolist(), float(loss.detach())))
+        return loss
+
+
+class TwoOptimizers(LightningModule):
+    """A generator and a discriminator, each with its Adam, on equal samples."""
+
+    def __init__(self, dim: int = 7) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.dim = dim
+        self.generator = nn.Sequential(nn.Linear(dim, 9), nn.Tanh(), nn.Linear(9, dim))
+        self.discriminator = nn.Sequential(nn.Linear(dim, 9), nn.Tanh(), nn.Linear(9, 1))
+        self.trace: list[tuple[int, list[int], float]] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        index_B, real_BC = batch
+        generate, discriminate = self.optimizers()
+        self.toggle_optimizer(generate)
+        loss = F.softplus(-self.discriminator(self.generator(real_BC))).mean()
+        self._step(generate, loss)
+        self.toggle_optimizer(discriminate)
+        fake_BC = self.generator(real_BC).detach()
+        other = F.softplus(-self.discriminator(real_BC)).mean() + F.softplus(self.discriminator(fake_BC)).mean()
+        self._step(discriminate, other)
+        self.trace.append((self.global_step, index_B.tolist(), float((loss + other).detach())))
+
+    def _step(self, optimizer: Any, loss: Tensor) -> None:
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step()
+        self.untoggle_optimizer(optimizer)
+
+    def train_dataloader(self) -> DataLoader:
+        return DataLoader(Same(self.dim), batch_size=2)
+
+    def configure_optimizers(self) -> Any:
+        return [Adam(self.generator.parameters(), lr=0.01), Adam(self.discriminator.parameters(), lr=0.02)]

@@ -17,6 +17,14 @@ from torch.distributed.tensor import DTensor
 
 from lightning_4d import NDStrategy
 
+ADVICE = (
+    "does not have many workers",
+    "LeafSpec",
+    "exists and is not empty",
+    "callbacks used to create the checkpoint",
+    "Using ModelCheckpoint with manual optimization",
+)
+
 
 def layout(replicate: int = 1, shard: int = 1, **kwargs: Any) -> NDStrategy:
     return NDStrategy(data_parallel_replicate_size=replicate, data_parallel_shard_size=shard, **kwargs)
@@ -26,7 +34,8 @@ def trainer(strategy: Any, *, checkpoint: ModelCheckpoint | None = None, callbac
     """A quiet Trainer over the ranks of the pool, or one process outside it."""
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore", message=".*(does not have many workers|LeafSpec|exists and is not empty).*")
+    for advice in ADVICE:
+        warnings.filterwarnings("ignore", message=f".*{advice}")
     settings: dict[str, Any] = {
         "accelerator": "cpu",
         "devices": int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
