@@ -108,7 +108,6 @@ class Arguments:
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], previous: Outputs | None, offloader: Offloader
     ) -> None:
         self._watched: list[tuple[weakref.ref[Tensor], int, str]] = []
-        self.kept: list[Tensor] = []  # only until `seal`
 
         def remember(leaf: Any, place: str) -> Any:
             if isinstance(leaf, Tensor):
@@ -125,7 +124,6 @@ class Arguments:
         index = None if previous is None else previous.find(tensor)
         if index is not None:
             return _Produced(index, tensor.requires_grad)
-        self.kept.append(tensor)
         return _Kept(offloader.park(tensor), tensor.requires_grad, version(tensor), place)
 
     def check_after_forward(self, block: str) -> None:
@@ -138,7 +136,6 @@ class Arguments:
             if _looks(opaque.value) != opaque.looks:
                 raise _mutated(block, opaque)
         self._watched.clear()
-        self.kept = []
 
     def check_between(self, block: str, following: str) -> None:
         """Raise if the user's code between two blocks changed in place what a recompute needs."""

@@ -27,6 +27,7 @@ class Sizes:
         self._open: set[int] = set(range(len(blocks)))  # still to be measured
         self._arguments: dict[int, int] = {}  # bytes of all arguments when measured
         self._shared: dict[int, int] = {}  # storages of the arguments of the block before
+        self._begun: set[int] = set()  # arguments counted, forward to come
         self._in_forward: set[int] = set()  # blocks measured in the present forward
 
     def wants(self, index: int) -> bool:
@@ -71,18 +72,22 @@ class Sizes:
         self.measured[index] = BlockBytes(sum(own.values()), 0, loose)
         self._shared = found
         self._in_forward.add(index)
+        self._open.discard(index)
+        self._begun.add(index)
 
     def observer(self, index: int) -> Callable[[Tensor], None] | None:
         """What is to see each tensor that the block would save; None if the block is not measured."""
-        if index not in self._open:
+        if index not in self._begun:
             return None
-        self._open.discard(index)
+        self._begun.discard(index)
         module = self._blocks[index]
         held = [*module.parameters(), *module.buffers()]
         seen = {place for tensor in held for place, _ in storages(tensor)} | set(self._shared)
         arguments = self.measured[index]
+        alive: list[Tensor] = []  # until the block's forward ends: an address given back would be counted once for two
 
         def observe(tensor: Tensor) -> None:
+            alive.append(tensor.detach())
             size = 0
             for place, nbytes in storages(tensor):
                 size += 0 if place in seen else nbytes
