@@ -80,11 +80,17 @@ class FlopCounter:
         self._in_backward = False
         self._in_function = False  # inside the forward of a custom Function that is being recomputed
         self._silent = False
+        self._convert: Callable[[Any], Any] | None = None
         self._open_blocks: list[str] = []
 
     @contextmanager
-    def running(self) -> Iterator[None]:
-        """Count what runs inside. Hooks for the blocks are removed again at the end."""
+    def running(self, convert: Callable[[Any], Any] | None = None) -> Iterator[None]:
+        """Count what runs inside. Hooks for the blocks are removed again at the end.
+
+        Args:
+            convert: applied to each argument of each operation before it runs.
+        """
+        self._convert = convert
         attention = _AttentionMode(self)
         with ExitStack() as stack:
             for module, name in self._names.items():
@@ -158,6 +164,9 @@ class FlopCounter:
         return classmethod(apply)
 
     def _dispatch(self, mode: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._convert is not None and not _makes_constant(func):
+            args = tuple(self._convert(arg) for arg in args)
+            kwargs = {name: self._convert(arg) for name, arg in kwargs.items()}
         if self._silent:
             return func(*args, **kwargs)
         key = getattr(func, "overloadpacket", func)
@@ -192,6 +201,11 @@ _MATMULS = ("mm", "addmm", "bmm", "baddbmm")
 def _is_small(name: str, args: tuple[Any, ...]) -> bool:
     a, b = args[1:3] if name in ("addmm", "baddbmm") else args[:2]
     return min(*a.shape[-2:], b.shape[-1]) < SMALL
+
+
+def _makes_constant(func: Any) -> bool:
+    """Whether the operation takes in a new real tensor: ``torch.tensor(2)``, whose value stays known."""
+    return isinstance(func, _OpOverload) and func.name().startswith("aten::lift")
 
 
 def _may_decompose(func: Any) -> bool:

@@ -105,7 +105,7 @@ def count_step(
             loss.backward()
 
     try:
-        with faked(module, device, overrides or {}) as run, context or nullcontext(), counter.running():
+        with faked(module, device, overrides or {}) as run, context or nullcontext(), counter.running(run.whole):
             loss = step(run, backward)
             if loss is not None:
                 backward(loss)

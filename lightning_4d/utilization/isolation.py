@@ -78,6 +78,22 @@ class FakeRun:
         """Return the fake of a tensor of the batch, on the device it is on."""
         return self._mode.from_tensor(tensor.detach()) if type(tensor) is Tensor else tensor
 
+    def whole(self, value: Any) -> Any:
+        """Return an operation's argument with fakes in place of real tensors, which the operation could change.
+
+        Raises:
+            RuntimeError: a parameter of no module; its gradient would reach the real one.
+        """
+        if isinstance(value, (list, tuple)):
+            return type(value)(self.whole(item) for item in value)
+        if not isinstance(value, Tensor) or self._mode.is_our_fake(value):
+            return value
+        if value.requires_grad:
+            raise RuntimeError(
+                f"it trains a tensor of shape {tuple(value.shape)} that is no parameter of the module or its children"
+            )
+        return self._mode.from_tensor(value)
+
     def _parameter(self, real: nn.Parameter) -> nn.Parameter:
         if id(real) not in self.parameters:
             self.parameters[id(real)] = nn.Parameter(self._empty(real), real.requires_grad)
