@@ -90,7 +90,8 @@ def quiet() -> None:
 def whole_parameters(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Full copies by name; all ranks must call."""
     return {
-        name: (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone() for name, p in module.named_parameters()
+        name: (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone()
+        for name, p in module.named_parameters()
     }
 
 

@@ -222,7 +222,10 @@ def summaries() -> dict[str, Any]:
     assert type(module).__name__ == "TinyGPT"
     assert "Block" in repr(module)
     assert "FSDP" not in repr(module)
-    return {k: (s.layer_names, s.layer_types, s.param_nums, s.total_parameters, s.trainable_parameters) for k, s in seen.items()}
+    return {
+        k: (s.layer_names, s.layer_types, s.param_nums, s.total_parameters, s.trainable_parameters)
+        for k, s in seen.items()
+    }
 
 
 def test_model_summary_counts_the_whole_model_and_names_the_users_classes(pool):
@@ -238,7 +241,9 @@ def refused_callbacks() -> list[str]:
 
 def test_C14_callbacks_that_copy_the_whole_module_are_refused_by_name(pool):
     for messages in pool.run(2, refused_callbacks):
-        for name, message in zip(("StochasticWeightAveraging", "EMAWeightAveraging", "WeightAveraging"), messages, strict=True):
+        for name, message in zip(
+            ("StochasticWeightAveraging", "EMAWeightAveraging", "WeightAveraging"), messages, strict=True
+        ):
             assert message.startswith("UnsupportedError")
             assert f"the callback {name} with layout" in message
 

@@ -35,7 +35,7 @@ class Augmented(Dataset[tuple[Tensor, int]]):
 
 
 class Reading(TinyGPT):
-    """Records the indices and contents of its training and validation batches; dropout draws from the model's stream."""
+    """Records the indices and contents of its batches; its dropout draws from the model's stream."""
 
     def __init__(self, workers: int = 0) -> None:
         super().__init__(layers=2, dropout=0.1)
@@ -44,7 +44,6 @@ class Reading(TinyGPT):
         self.contents: dict[str, list[Tensor]] = {"train": [], "val": []}
 
     def make_loader(self, shuffle: bool) -> DataLoader:
-        # Forking a process that runs threads is what a fork server in the tests avoids; here two short workers do it.
         return DataLoader(Augmented(22), batch_size=4, shuffle=shuffle, num_workers=self.workers)
 
     def train_dataloader(self) -> DataLoader:
@@ -143,7 +142,10 @@ class Batches(LightningDataModule):
 
     def train_dataloader(self) -> dict[str, DataLoader]:
         self.made += 1
-        return {"a": DataLoader(Augmented(12), batch_size=3, shuffle=True), "b": DataLoader(Augmented(20), batch_size=2)}
+        return {
+            "a": DataLoader(Augmented(12), batch_size=3, shuffle=True),
+            "b": DataLoader(Augmented(20), batch_size=2),
+        }
 
     def val_dataloader(self) -> list[DataLoader]:
         return [DataLoader(Augmented(10), batch_size=2), DataLoader(Augmented(6), batch_size=2)]

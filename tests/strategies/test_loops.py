@@ -1,4 +1,4 @@
-"""fit, validate, test and predict in any order and repeatedly; what runs outside a step; evaluation of unequal lengths."""
+"""fit, validate, test and predict in any order and repeatedly, and what runs outside a step."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loops import utilities as lightning_loops
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.utils.data import DataLoader, IterableDataset, Sampler, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_4d import NDStrategy
-from tests.modules import MLP, Block, TinyGPT
+from tests.modules import TinyGPT
 from tests.strategies.scenarios import (
     MakeTrainer,
     check_same,
@@ -22,7 +22,6 @@ from tests.strategies.scenarios import (
     numbers,
     quiet,
     sharded,
-    trainer_with,
     whole_parameters,
 )
 
