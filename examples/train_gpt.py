@@ -158,12 +158,16 @@ class GPT(LightningModule):
         self.init_weights()
 
     def init_weights(self) -> None:
-        """Draw all weights as GPT-2 does: N(0, 0.02), projections into the residual stream narrower with depth."""
-        residual_std = 0.02 / math.sqrt(2 * len(self.blocks))
+        """Draw all weights as GPT-2 does, normal and narrower where a block adds to the residual stream.
+
+        GPT-2's standard deviation 0.02 belongs to its 768 channels; with `dim` channels, sums are as wide at
+        0.02 * sqrt(768 / dim). At the small sizes used here this learns much faster than 0.02.
+        """
+        std = 0.02 * math.sqrt(768 / self.embedding.embedding_dim)
+        residual_std = std / math.sqrt(2 * len(self.blocks))
         for name, module in self.named_modules():
             if isinstance(module, nn.Linear | nn.Embedding):
-                std = residual_std if name.endswith(("o_proj", "down_proj")) else 0.02
-                nn.init.normal_(module.weight, std=std)
+                nn.init.normal_(module.weight, std=residual_std if name.endswith(("o_proj", "down_proj")) else std)
 
     def forward(self, tokens_BT: Tensor) -> Tensor:
         """Logits of the next byte, (B, T, V), for tokens (B, T) of an integer dtype."""

@@ -58,9 +58,6 @@ def test_a_later_byte_changes_no_earlier_logits(tiny_gpt: GPT) -> None:
 def test_attention_knows_the_order_of_earlier_bytes() -> None:
     seed_everything(0)
     gpt = GPT(**{**TINY_MODEL, "n_layers": 1})  # without positions, its last byte would see the earlier ones as a set
-    with torch.no_grad():
-        for projection in (gpt.blocks[0].attention.q_proj, gpt.blocks[0].attention.k_proj):
-            projection.weight.mul_(10)
     tokens = torch.arange(16)[None]
     swapped = tokens.clone()
     swapped[:, [2, 5]] = swapped[:, [5, 2]]
@@ -85,16 +82,15 @@ def test_rope_rotates_and_keeps_dtype() -> None:
 
 def test_weights_are_drawn_as_gpt2_does() -> None:
     seed_everything(0)
-    gpt = GPT(dim=128, n_layers=8, n_heads=4)
+    gpt = GPT(dim=192, n_layers=8, n_heads=4)  # a quarter of GPT-2's channels: twice its 0.02
     for name, parameter in gpt.named_parameters():
         if "norm" in name:
-            expected = 0.0
             assert parameter.unique().tolist() == [0.0 if name.endswith("bias") else 1.0], name
         else:
-            expected = 0.02 / 4 if name.endswith(("o_proj.weight", "down_proj.weight")) else 0.02
+            expected = 0.04 / 4 if name.endswith(("o_proj.weight", "down_proj.weight")) else 0.04
             assert parameter.std().item() == pytest.approx(expected, rel=0.05), name
     tokens = random_bytes(4, 32)
-    assert train_gpt.cross_entropy(gpt(tokens), random_bytes(4, 32)).item() == pytest.approx(math.log(256), rel=0.02)
+    assert train_gpt.cross_entropy(gpt(tokens), random_bytes(4, 32)).item() == pytest.approx(math.log(256), rel=0.05)
 
 
 def test_every_parameter_is_in_one_group_and_norms_do_not_decay(tiny_gpt: GPT) -> None:
