@@ -1,8 +1,8 @@
 """Let data-parallel ranks evaluate different numbers of batches without waiting for each other for ever.
 
-Gathering a block's parameters needs every rank. A rank that runs out of batches of a dataloader before others takes part
-in the gathering of their remaining steps, and does nothing else in them. This happens dataloader by dataloader, because
-Lightning reduces metrics after each.
+Gathering a block's parameters needs every rank. A rank that runs out of batches of a dataloader before others takes
+part in the gathering of their remaining steps, and does nothing else in them. This happens dataloader by dataloader,
+because Lightning reduces metrics after each. Ranks that gather different blocks in one step are refused.
 """
 
 from __future__ import annotations
@@ -72,15 +72,14 @@ class EvaluationBalance:
     def run(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run one evaluation step; after the last one of a dataloader, join what others still have of it."""
         data = self._strategy.data
-        if not self._balance:
-            return data.run(step, *args, **kwargs)
         if self._announce:
             self._count_running(1)
-        self._steps += 1
-        if not self._is_last_of_loader():
-            return data.run(step, *args, **kwargs)
         with data.record_gathers() as gathers:
             output = data.run(step, *args, **kwargs)
+        data.compare_gathers(gathers)
+        self._steps += 1
+        if not self._balance or not self._is_last_of_loader():
+            return output
         if self._announce:
             while self._count_running(0):
                 data.replay_gathers(gathers)

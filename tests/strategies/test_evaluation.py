@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset, Sampler, TensorDataset
 
 from tests.modules import TinyGPT
 from tests.pool import WorkerError
-from tests.strategies.scenarios import MakeTrainer, check_same, numbers, quiet, sharded, trainer_with, whole_parameters
+from tests.strategies.scenarios import MakeTrainer, check_same, numbers, quiet, sharded, whole_parameters
 
 
 class Some(Sampler[int]):

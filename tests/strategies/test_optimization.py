@@ -57,7 +57,9 @@ class Actor(Regression):
         alpha_loss = -(self.log_alpha * (action_B1.detach().square().mean() - 0.5)) + self.offset.square().sum() * 0.1
         self.step(2, alpha_loss)
         alpha = self.log_alpha.exp()  # right after its own step: the new value
-        self.log_dict({"critic": critic_loss, "actor": actor_loss, "alpha": alpha.detach(), "offset": self.offset.mean()})
+        self.log_dict(
+            {"critic": critic_loss, "actor": actor_loss, "alpha": alpha.detach(), "offset": self.offset.mean()}
+        )
         return critic_loss.detach()
 
     def forward(self, x_BC: Tensor) -> Tensor:
@@ -125,13 +127,13 @@ def test_lbfgs_is_refused_by_name(pool):
 
 
 class Experts(Regression):
-    """Two experts of one shape; `choose(rank, batch)` says which one a batch uses."""
+    """Two experts of one shape, blocks or not; batches alternate between them, in lockstep or not."""
 
     def __init__(self, lockstep: bool, blocks: bool = False) -> None:
         super().__init__()
         self.lockstep = lockstep
         make = nn.ModuleList if blocks else nn.ModuleDict
-        experts = [nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(2)]
+        experts = [nn.Linear(8, 8) for _ in range(2)]
         self.experts = make(experts if blocks else {str(i): e for i, e in enumerate(experts)})
         self.output = nn.Linear(8, 1)
 
@@ -139,7 +141,7 @@ class Experts(Regression):
         x_BC, target_B1 = batch
         chosen = batch_idx % 2 if self.lockstep else (batch_idx + self.global_rank * (batch_idx > 1)) % 2
         expert = list(self.experts.children())[chosen]
-        return F.mse_loss(self.output(expert(x_BC)), target_B1)
+        return F.mse_loss(self.output(torch.tanh(expert(x_BC))), target_B1)
 
     def forward(self, x_BC: Tensor) -> Tensor:
         return self.output(next(self.experts.children())(x_BC))
@@ -154,7 +156,7 @@ def test_experts_used_in_lockstep(pool, blocks, replicate):
 
 def different_experts(replicate: int, blocks: bool) -> str:
     quiet()
-    trainer = sharded(replicate)(max_epochs=1)
+    trainer = sharded(replicate)(max_epochs=1, limit_val_batches=0)
     return error_of(lambda: trainer.fit(Experts(lockstep=False, blocks=blocks)))
 
 
@@ -164,14 +166,31 @@ def test_ranks_that_use_different_parameters_of_one_shape_are_refused_on_all_ran
         assert message.startswith("UnsupportedError: the data-parallel ranks used different parameters in one backward")
 
 
-def test_ranks_that_call_different_blocks_do_not_train_on(pool):
-    """With replicas the blocks' gradients are compared; with shards the ranks gather different blocks."""
-    for message in pool.run(2, different_experts, 2, True, timeout=60):
+@pytest.mark.parametrize("replicate", [1, 2])
+def test_ranks_that_call_different_blocks_do_not_train_on(pool, replicate):
+    for message in pool.run(2, different_experts, replicate, True, timeout=60):
         assert message.startswith("UnsupportedError: the data-parallel ranks used different parameters in one backward")
 
 
+class EvaluatesDifferently(Experts):
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        expert = list(self.experts.children())[self.global_rank if batch_idx == 1 else 0]
+        self.log("val_loss", self.output(expert(batch[0])).mean(), sync_dist=True)
+
+
+def evaluate_different_blocks() -> str:
+    quiet()
+    module = EvaluatesDifferently(lockstep=True, blocks=True)
+    return error_of(lambda: sharded()().validate(module, verbose=False))
+
+
+def test_ranks_that_evaluate_different_blocks_of_one_shape_are_refused_on_all_ranks(pool):
+    for message in pool.run(2, evaluate_different_blocks, timeout=60):
+        assert message.startswith("UnsupportedError: the data-parallel ranks called different blocks")
+
+
 class Frozen(MLP):
-    """B8: its first layer is frozen; weight decay and momentum would move it if it were given to the optimizer's step."""
+    """B8: its first layer is frozen; weight decay and momentum would move it if the optimizer stepped it."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -60,12 +60,29 @@ class Participation:
         self._compare(backward)
         self._agreed_backwards.add(backward)
 
-    def _compare(self, mine: object, params: Sequence[Any] = (), used: Sequence[bool] = ()) -> None:
+    def compare_calls(self, calls: Sequence[int]) -> None:
+        """Compare which blocks, by index, were called in a step without a backward.
+
+        Which ranks must call: all data-parallel ranks.
+        """
+        if not self._agree(tuple(calls)):
+            raise UnsupportedError(
+                explain(
+                    "the data-parallel ranks called different blocks, or in another order, in one evaluation step",
+                    "a block's parameters are gathered from all ranks together when it is called",
+                    "let every rank call the same blocks, or name other blocks= (a container whose layers all run)",
+                )
+            )
+
+    def _agree(self, mine: object) -> bool:
         digest = _digest(mine)
         here = torch.tensor([digest], dtype=torch.int64, device=self._device)
         everywhere = torch.empty(dist.get_world_size(self._group), dtype=torch.int64, device=self._device)
         dist.all_gather(list(everywhere.split(1)), here, group=self._group)
-        if bool((everywhere == digest).all()):
+        return bool((everywhere == digest).all())
+
+    def _compare(self, mine: object, params: Sequence[Any] = (), used: Sequence[bool] = ()) -> None:
+        if self._agree(mine):
             return
         trainable = [p for p in params if p.sharded_param.requires_grad]
         unused = [p._param_fqn for p, is_used in zip(trainable, used, strict=True) if not is_used]
