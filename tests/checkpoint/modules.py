@@ -121,6 +121,8 @@ class Portable(Resumable):
     def train_dataloader(self) -> DataLoader:
         return DataLoader(Same(self.hparams["dim"]), batch_size=2)
 
+    val_dataloader = train_dataloader
+
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         index_B, x_BC = batch
         loss = F.mse_loss(self(x_BC.to(self.scale.dtype)), torch.sin(3 * x_BC).to(self.scale.dtype))
