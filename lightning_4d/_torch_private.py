@@ -189,6 +189,23 @@ def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
     return mesh._flatten(name)  # pyright: ignore[reportPrivateUsage]
 
 
+def all_arrive(key: str, group: dist.ProcessGroup, patience: timedelta) -> bool:
+    """Announce under ``key`` that this rank arrived, and return whether all ranks of ``group`` do within ``patience``.
+
+    Uses the default group's key-value store (no public accessor up to 2.13): unlike a collective, waiting there for a
+    rank that never comes can be given up.
+    """
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    store = _get_default_store()
+    store.set(f"{key}/{dist.get_rank()}", "")
+    try:
+        store.wait([f"{key}/{rank}" for rank in dist.get_process_group_ranks(group)], patience)
+    except (RuntimeError, dist.DistError):
+        return False
+    return True
+
+
 def failed_ranks(key: str, world_size: int, grace: timedelta) -> int:
     """Announce under ``key`` that this rank failed, and return how many ranks announced it within ``grace``.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -11,7 +12,9 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, SGD, AdamW, Optimizer
 
 from lightning_4d import NDStrategy
+from lightning_4d.parallel.data import participation
 from tests.modules import MLP, Regression
+from tests.pool import WorkerError
 from tests.strategies.scenarios import MakeTrainer, check_same, error_of, numbers, quiet, sharded, whole_parameters
 
 UNUSED = "ddp_find_unused_parameters_true"
@@ -170,6 +173,27 @@ def test_ranks_that_use_different_parameters_of_one_shape_are_refused_on_all_ran
 def test_ranks_that_call_different_blocks_do_not_train_on(pool, replicate):
     for message in pool.run(2, different_experts, replicate, True, timeout=60):
         assert message.startswith("UnsupportedError: the data-parallel ranks used different parameters in one backward")
+
+
+class DiffersLate(Experts):
+    """The second rank leaves, in the third batch, what all batches did before; the first rank sees nothing new."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        chosen = self.global_rank if batch_idx == 2 else 0
+        expert = list(self.experts.children())[chosen]
+        return F.mse_loss(self.output(torch.tanh(expert(batch[0]))), batch[1])
+
+
+def differs_late(replicate: int, blocks: bool) -> None:
+    quiet()
+    participation.PATIENCE = timedelta(seconds=3)
+    sharded(replicate)(max_epochs=1, limit_val_batches=0).fit(DiffersLate(lockstep=True, blocks=blocks))
+
+
+@pytest.mark.parametrize(("replicate", "blocks"), [(1, True), (2, False)])
+def test_a_rank_that_uses_other_parameters_later_ends_the_job_by_name(pool, replicate, blocks):
+    with pytest.raises(WorkerError, match="UnsupportedError: the data-parallel ranks used different parameters"):
+        pool.run(2, differs_late, replicate, blocks, timeout=60)
 
 
 class EvaluatesDifferently(Experts):

@@ -10,7 +10,9 @@ optimizers, layers dropped in lockstep) is compared once per backward.
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -19,6 +21,10 @@ from torch.distributed.fsdp import FSDPModule
 
 from lightning_4d import _torch_private as private
 from lightning_4d.errors import UnsupportedError, explain
+
+# How long a rank that uses parameters in a new way waits for the others to do so. They are in the same backward.
+PATIENCE = timedelta(seconds=60)
+_instances = itertools.count()  # made in the same order on all ranks
 
 
 class Participation:
@@ -32,6 +38,8 @@ class Participation:
 
     def __init__(self, units: Sequence[FSDPModule], group: dist.ProcessGroup, device: torch.device) -> None:
         self._group = group
+        self._key = f"lightning_4d/participation/{next(_instances)}"
+        self._comparisons = 0
         self._device = device
         self._agreed_groups: set[tuple[int, tuple[bool, ...]]] = set()
         self._agreed_backwards: set[tuple[tuple[int, tuple[bool, ...]], ...]] = set()
@@ -82,7 +90,9 @@ class Participation:
         return bool((everywhere == digest).all())
 
     def _compare(self, mine: object, params: Sequence[Any] = (), used: Sequence[bool] = ()) -> None:
-        if self._agree(mine):
+        # A rank that sees nothing new does not come here: then waiting in a collective would never end.
+        self._comparisons += 1
+        if private.all_arrive(f"{self._key}/{self._comparisons}", self._group, PATIENCE) and self._agree(mine):
             return
         trainable = [p for p in params if p.sharded_param.requires_grad]
         unused = [p._param_fqn for p, is_used in zip(trainable, used, strict=True) if not is_used]
