@@ -1,4 +1,7 @@
-"""`ActivationCheckpointing`: chooses which activations a run keeps; how is in :mod:`lightning_4d.parallel.recompute`."""
+"""`ActivationCheckpointing`: chooses which activations a run keeps.
+
+How that is done is in :mod:`lightning_4d.parallel.recompute`.
+"""
 
 from __future__ import annotations
 

@@ -27,6 +27,7 @@ from lightning_4d.parallel.recompute.module_state import BlockState
 from lightning_4d.parallel.recompute.surroundings import Surroundings
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
+Given = tuple[tuple[Any, ...], dict[str, Any]]
 Looks = tuple[torch.Size, torch.dtype, torch.device]
 
 
@@ -90,7 +91,8 @@ class Call:
         self._frozen = site.state.frozen()
         self._places: list[weakref.ref[_Place]] = []
         self._looks: list[Looks] = []
-        self._restored: tuple[tuple[Any, ...], dict[str, Any]] | None = None
+        self._restored: Given | None = None  # nested: the arguments, until the call's own recompute
+        self._given: Given | None = None  # the arguments of the recompute that runs just now
         self._captured: Any = None  # what the block returned in a recompute
 
     # ------------------------------------------------------------------------------------------------------ forward
@@ -147,13 +149,11 @@ class Call:
         if before is not None:
             before.arguments.prefetch()
 
-    def _run(
-        self, restored: tuple[tuple[Any, ...], dict[str, Any]], hooks: saved_tensors_hooks, *, keep_going: bool
-    ) -> Any:
-        args, kwargs = restored
+    def _run(self, given: Given, hooks: saved_tensors_hooks, *, keep_going: bool) -> Any:
+        args, kwargs = given
         site = self.site
         outer, site.replaying = site.replaying, self
-        self._restored = restored  # for the pre-hook
+        self._given = given  # for the pre-hook
         context = contextlib.nullcontext() if self.contexts is None else self.contexts[1]
         try:
             with (
@@ -168,14 +168,14 @@ class Call:
             pass
         finally:
             site.replaying = outer
-            self._restored = None
+            self._given = None
             output, self._captured = self._captured, None
         return output
 
-    def again(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def again(self) -> Given:
         """The arguments of the call that runs again, whatever other hooks made of them before."""
-        assert self._restored is not None
-        return self._restored
+        assert self._given is not None
+        return self._given
 
     def capture(self, output: Any) -> None:
         """Take what the block returned in its recompute, before other hooks change it."""
@@ -191,13 +191,15 @@ class Call:
             looks = (tensor.shape, tensor.dtype, tensor.device)
             if looks != self._looks[count]:
                 raise self._differs(f"saves {_describe(looks)} where {_describe(self._looks[count])} was saved")
+            # Detached: a tensor that holds the node which saves it would never be freed.
+            value = tensor.detach() if tensor.requires_grad else tensor
             place = self._places[count]()
             if place is not None:
-                place.value = tensor.detach() if tensor.requires_grad else tensor
+                place.value = value
             count += 1
             if stop and count == len(self._places):
                 raise _EndOfRecompute
-            return tensor
+            return value
 
         return saved_tensors_hooks(pack, lambda tensor: tensor)
 

@@ -9,7 +9,7 @@ from itertools import groupby
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import flop_registry
 from torch.utils.hooks import RemovableHandle
@@ -22,7 +22,7 @@ from lightning_4d.parallel.recompute.module_state import BlockState
 from lightning_4d.parallel.recompute.offload import Offloader
 from lightning_4d.parallel.recompute.plan import BlockBytes, Plan, Segment, extra_forwards, make_plan
 from lightning_4d.parallel.recompute.policy import RecomputePolicy
-from lightning_4d.parallel.recompute.sizes import Sizes
+from lightning_4d.parallel.recompute.sizes import Observer, Sizes
 from lightning_4d.parallel.recompute.surroundings import Surroundings
 
 _registry: weakref.WeakKeyDictionary[nn.Module, Recompute] = weakref.WeakKeyDictionary()
@@ -223,7 +223,7 @@ class Recompute:
         call.arguments.check_after_forward(site.block.name)
         outputs = Outputs(output)
         call.outputs = outputs if site.index + 1 < call.stop else None
-        if running.observes:
+        if running.observer is not None:
             self._outputs = outputs
 
     # ------------------------------------------------------------------------------------------------------- planning
@@ -262,19 +262,21 @@ def _do_nothing(*_: Any) -> None:
 class _Running:
     """A block's forward between its two hooks."""
 
-    def __init__(self, site: Site, call: Call, observe: Callable[[Tensor], None] | None) -> None:
+    def __init__(self, site: Site, call: Call, observer: Observer | None) -> None:
         self.site = site
         self.call = call
-        self.observes = observe is not None
+        self.observer = observer
         self._watch = site.state.before_forward()
         self._stack = ExitStack()
-        self._stack.enter_context(call.dropping(observe))
+        self._stack.enter_context(call.dropping(observer))
         if call.contexts is not None:
             self._stack.enter_context(call.contexts[0])
 
     def close(self) -> None:
         """End it."""
         self._stack.close()
+        if self.observer is not None:
+            self.observer.close()
         self.site.state.after_forward(self._watch)
 
 

@@ -8,6 +8,7 @@ that differ and for segments that do not divide N.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -76,7 +77,7 @@ def make_plan(policy: RecomputePolicy, chains: Sequence[int], sizes: Mapping[int
         k = policy.every_k or 1
         return tuple(Segment(i, i + 1, "inputs" if (i + 1) % k == 0 else "all") for i in range(count))
     if policy.kind == "sqrt" and policy.segments != "auto":
-        return _by_length(chains, math.ceil(count / min(policy.segments, count)), nested=policy.nested)
+        return _by_count(chains, policy.segments, nested=policy.nested)
     if policy.kind == "full" or sizes is None:
         return tuple(Segment(i, i + 1) for i in range(count))
     complete = _complete(sizes, count)
@@ -138,12 +139,22 @@ def _at_recompute(segment: Segment, sizes: Sequence[BlockBytes]) -> int:
 
 def _by_length(chains: Sequence[int], length: int, *, nested: bool) -> Plan:
     """Segments of at most ``length`` blocks, as equal as possible."""
+    return _divide(chains, [math.ceil(count / length) for count in chains], nested=nested)
+
+
+def _by_count(chains: Sequence[int], segments: int, *, nested: bool) -> Plan:
+    """About ``segments`` segments in all, at least one for each chain."""
+    shares = [max(1, min(count, round(segments * count / sum(chains)))) for count in chains]
+    return _divide(chains, shares, nested=nested)
+
+
+def _divide(chains: Sequence[int], shares: Sequence[int], *, nested: bool) -> Plan:
+    """Each chain in so many segments, as equal as possible."""
     segments = []
     first = 0
-    for count in chains:
-        parts = math.ceil(count / length)
+    for count, parts in zip(chains, shares, strict=True):
         bounds = [first + round(i * count / parts) for i in range(parts + 1)]
-        segments += [Segment(a, b, nested=nested and b - a > 1) for a, b in zip(bounds, bounds[1:])]
+        segments += [Segment(a, b, nested=nested and b - a > 1) for a, b in itertools.pairwise(bounds)]
         first += count
     return tuple(segments)
 

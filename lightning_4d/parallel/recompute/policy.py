@@ -21,8 +21,8 @@ class RecomputePolicy:
             recomputes every k-th block and leaves the others. ``"selective"`` keeps the outputs of matrix products,
             convolutions and attention, and recomputes the cheap rest. ``"budget"`` recomputes as few blocks as fit
             ``budget_bytes``.
-        segments: for ``"sqrt"``: how many segments; ``"auto"`` measures the first forward, which runs as ``"full"``, and
-            takes the number with the lowest peak.
+        segments: for ``"sqrt"``: how many segments; ``"auto"`` measures the first forward, which runs as ``"full"``,
+            and takes the number with the lowest peak.
         nested: for ``"sqrt"``: a segment's recompute keeps block inputs only, and each block is then recomputed once
             more. Two extra forwards, less memory.
         every_k: for ``"every_k"``: 1 is every block, 2 every second.
@@ -64,10 +64,14 @@ class RecomputePolicy:
 def _belongs(name: str, value: Any, default: Any, kind: str, owner: str) -> None:
     if kind != owner and value != default:
         raise UnsupportedError(
-            explain(f"{name}={value!r} with policy={kind!r}", f"{name} belongs to policy={owner!r}", f"leave {name} out")
+            explain(
+                f"{name}={value!r} with policy={kind!r}", f"{name} is for policy={owner!r} only", f"leave {name} out"
+            )
         )
 
 
 def _at_least_one(name: str, value: Any, example: int) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise UnsupportedError(explain(f"{name}={value!r}", f"{name} is a whole number of at least 1", f"use {name}={example}"))
+        raise UnsupportedError(
+            explain(f"{name}={value!r}", f"{name} is a whole number of at least 1", f"use {name}={example}")
+        )

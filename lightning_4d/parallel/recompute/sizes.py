@@ -57,7 +57,7 @@ class Sizes:
         }
 
     def begin(self, index: int, arguments: Any, previous: Outputs | None) -> None:
-        """Count the arguments of a block; what the block before got as well (a mask for all) is no one's in particular."""
+        """Count the arguments of a block, without those that the block before got as well (a mask for all)."""
         tensors = tensors_in(arguments)
         self._arguments[index] = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
         found = {place: size for tensor in tensors for place, size in storages(tensor)}
@@ -75,25 +75,44 @@ class Sizes:
         self._open.discard(index)
         self._begun.add(index)
 
-    def observer(self, index: int) -> Callable[[Tensor], None] | None:
+    def observer(self, index: int) -> Observer | None:
         """What is to see each tensor that the block would save; None if the block is not measured."""
         if index not in self._begun:
             return None
         self._begun.discard(index)
         module = self._blocks[index]
         held = [*module.parameters(), *module.buffers()]
-        seen = {place for tensor in held for place, _ in storages(tensor)} | set(self._shared)
+        known = {place for tensor in held for place, _ in storages(tensor)} | set(self._shared)
+        return Observer(known, lambda interior: self._finish(index, interior))
+
+    def _finish(self, index: int, interior: int) -> None:
         arguments = self.measured[index]
-        alive: list[Tensor] = []  # until the block's forward ends: an address given back would be counted once for two
+        self.measured[index] = BlockBytes(arguments.input, interior, arguments.unlinked)
 
-        def observe(tensor: Tensor) -> None:
-            alive.append(tensor.detach())
-            size = 0
-            for place, nbytes in storages(tensor):
-                size += 0 if place in seen else nbytes
-                seen.add(place)
-            if size:
-                now = self.measured[index]
-                self.measured[index] = BlockBytes(arguments.input, now.interior + size, arguments.unlinked)
 
-        return observe
+class Observer:
+    """Counts the bytes of tensors, each storage once.
+
+    Args:
+        known: addresses of storages that do not count.
+        finish: called with the sum at the end.
+    """
+
+    def __init__(self, known: set[int], finish: Callable[[int], None]) -> None:
+        self._seen = known
+        self._finish = finish
+        self._bytes = 0
+        self._alive: list[Tensor] = []  # an address that is given back and taken again would count once for two
+
+    def __call__(self, tensor: Tensor) -> None:
+        """Count the storages of ``tensor``."""
+        self._alive.append(tensor.detach())
+        for place, nbytes in storages(tensor):
+            if place not in self._seen:
+                self._seen.add(place)
+                self._bytes += nbytes
+
+    def close(self) -> None:
+        """End counting, and let go of all tensors."""
+        self._alive.clear()
+        self._finish(self._bytes)

@@ -135,7 +135,12 @@ def _numpy_key(state: tuple[Any, ...] | None) -> tuple[Any, ...] | None:
 
 def _attention_kernels() -> tuple[bool, ...]:
     cuda = torch.backends.cuda
-    return (cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled(), cuda.cudnn_sdp_enabled())
+    return (
+        cuda.flash_sdp_enabled(),
+        cuda.mem_efficient_sdp_enabled(),
+        cuda.math_sdp_enabled(),
+        cuda.cudnn_sdp_enabled(),
+    )
 
 
 def _set_attention_kernels(kernels: tuple[bool, ...]) -> None:
