@@ -137,8 +137,8 @@ class TwoOptimizers(LightningModule):
         super().__init__()
         self.automatic_optimization = False
         self.dim = dim
-        self.generator = nn.Sequential(nn.Linear(dim, 9), nn.Tanh(), nn.Linear(9, dim))
-        self.discriminator = nn.Sequential(nn.Linear(dim, 9), nn.Tanh(), nn.Linear(9, 1))
+        self.generator = nn.Sequential(nn.Linear(dim, 10), nn.Tanh(), nn.Linear(10, dim))
+        self.discriminator = nn.Sequential(nn.Linear(dim, 10), nn.Tanh(), nn.Linear(10, 1))
         self.trace: list[tuple[int, list[int], float]] = []
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
