@@ -37,7 +37,7 @@ def named_optimizer_state(optimizer: Optimizer, names: Names) -> dict[str, Any]:
     state = {
         _name(parameter, names): _checked(values, parameter, names)
         for parameter, values in optimizer.state.items()
-        if isinstance(parameter, Tensor)
+        if isinstance(parameter, nn.Parameter)
     }
     return {"state": state, "param_groups": groups}
 

@@ -155,7 +155,7 @@ class CheckpointTranslator:
         if not self._strategy.is_global_zero:
             return
         if is_remote(path):
-            self._strategy.checkpoint_io.remove_checkpoint(path)
+            self._strategy.checkpoint_io.remove_checkpoint(os.fspath(path))
         else:
             remove(path)
 
@@ -293,6 +293,6 @@ def _do_not_restart_finished_epoch(trainer: Trainer) -> None:
     Lightning 2.6 restarts the finished epoch instead, and without validation trains one more batch in it.
     """
     fit_loop = trainer.fit_loop
-    progress = fit_loop.epoch_progress.current
+    progress: Any = fit_loop.epoch_progress.current
     if fit_loop.epoch_loop.batch_progress.is_last_batch and progress.ready == progress.started == progress.processed:
         _Loop.restarting.fset(fit_loop, False)  # pyright: ignore[reportOptionalCall]  # fit_loop's own setter refuses
