@@ -36,6 +36,7 @@ from lightning_4d.utilization import (
 )
 from lightning_4d.utilization.batch import BatchKey, Tokens, batch_key, find_tokens, sample_count
 from lightning_4d.utilization.hardware import TFLOP, dtype_key
+from lightning_4d.utilization.lengths import CountsByLength
 from lightning_4d.utilization.stopwatch import Mark, Stopwatch
 
 _SHAPES_KEPT = 256  # counts of batch shapes that are remembered
@@ -297,7 +298,7 @@ class _Counted:
     """A batch shape's FLOPs, and its tokens with padding."""
 
     flops: StepFlops
-    tokens: float | None
+    tokens: int | None
 
     def recompute(self, attention: AttentionFlops, plan: Mapping[str, float]) -> float:
         """Return the FLOPs that checkpointing repeats, the user's own and that of the plan."""
@@ -325,6 +326,7 @@ class _BatchMeter:
         """Forget counts: the module may be another one, or frozen in other parts."""
         self.last: _Counted | None = None
         self._counts: OrderedDict[BatchKey, _Counted | None] = OrderedDict()
+        self._by_length = CountsByLength()
         self._failures = 0
         self._batch = _Window()
         self._plan: Mapping[str, float] = {}
@@ -334,6 +336,7 @@ class _BatchMeter:
         plan = recompute_plan(module)
         if plan.keys() != self._plan.keys():
             self._counts.clear()  # they lack the new blocks
+            self._by_length = CountsByLength()
         self._plan = plan
 
     def recompute_ratio(self) -> float | None:
@@ -352,15 +355,14 @@ class _BatchMeter:
         """Take note of a batch; return why it could not be counted, if so."""
         seen, error = _Window(), None
         seen.samples = _number(self._samples(batch) if self._samples is not None else sample_count(batch))
-        tokens = None if self._tokens is not None else find_tokens(batch)
-        count = self._tokens(batch) if self._tokens is not None else _padded_count(tokens)
+        tokens = find_tokens(batch)
+        seen.tokens = _number(self._tokens(batch) if self._tokens is not None else _padded_count(tokens))
+        real = tokens if self._tokens is None else None  # the user's count may be of other tokens than those found
         if self._flops_per_token is not None:
-            seen.tokens = _number(count)
-            _by_the_token(seen, tokens, self._flops_per_token)
+            _by_the_token(seen, real, self._flops_per_token)
         else:
-            counted, error = self._count(batch, batch_idx, trainer, module, run, _number(count))
-            seen.tokens = _number(count)
-            _by_the_shape(seen, tokens, counted, self._attention, self._plan)
+            counted, error = self._count(batch, batch_idx, trainer, module, run, tokens)
+            _by_the_shape(seen, real, counted, self._attention, self._plan)
         self._batch = seen
         return error
 
@@ -374,7 +376,7 @@ class _BatchMeter:
         window.padded += seen.padded
 
     def _count(
-        self, batch: Any, batch_idx: int, trainer: Trainer, module: LightningModule, run: _Run, tokens: float
+        self, batch: Any, batch_idx: int, trainer: Trainer, module: LightningModule, run: _Run, tokens: Tokens | None
     ) -> tuple[_Counted | None, CountError | None]:
         key = batch_key(batch)
         if key in self._counts:
@@ -382,14 +384,12 @@ class _BatchMeter:
             return self._counts[key], None
         if self.last is None and self._failures >= _FAILURES_ALLOWED:
             return None, None
-        run.pause()
-        try:
-            counted, error = self._count_new(batch, batch_idx, trainer, module, tokens), None
-        except CountError as failure:
-            counted, error = None, failure
-            self._failures += 1
-        finally:
-            run.resume()
+        flops, error = self._by_length.get(key, tokens.length) if tokens is not None else None, None
+        if flops is None:
+            flops, error = self._count_new(batch, batch_idx, trainer, module, run)
+            if flops is not None and tokens is not None:
+                self._by_length.add(key, tokens.length, flops)
+        counted = None if flops is None else _Counted(flops, _padded_count(tokens))
         self._counts[key] = counted
         if len(self._counts) > _SHAPES_KEPT:
             self._counts.popitem(last=False)
@@ -397,11 +397,18 @@ class _BatchMeter:
         return counted, error
 
     def _count_new(
-        self, batch: Any, batch_idx: int, trainer: Trainer, module: LightningModule, tokens: float
-    ) -> _Counted:
+        self, batch: Any, batch_idx: int, trainer: Trainer, module: LightningModule, run: _Run
+    ) -> tuple[StepFlops | None, CountError | None]:
         modules = dict(module.named_modules())
-        flops = count_training_step(trainer, module, batch, batch_idx, {name: modules[name] for name in self._plan})
-        return _Counted(flops, None if math.isnan(tokens) else tokens)
+        blocks = {name: modules[name] for name in self._plan}
+        run.pause()
+        try:
+            return count_training_step(trainer, module, batch, batch_idx, blocks), None
+        except CountError as error:
+            self._failures += 1
+            return None, error
+        finally:
+            run.resume()
 
 
 def _padded_count(tokens: Tokens | None) -> int | None:

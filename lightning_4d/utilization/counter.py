@@ -28,6 +28,7 @@ AttentionFlops = Literal["causal", "full"]
 SMALL = 128  # a dimension of a matrix product below this cannot fill tensor cores
 aten = torch.ops.aten
 _OpOverload = type(aten.mm.default)
+_DEVICE = torch.ops.prim.device.default
 
 
 class Phase(StrEnum):
@@ -79,6 +80,7 @@ class FlopCounter:
         self._formulas = {**FlopCounterMode(display=False).flop_registry, **_FORMULAS}
         self._in_backward = False
         self._in_function = False  # inside the forward of a custom Function that is being recomputed
+        self._whole: set[Any] = set()  # operations that do not decompose
         self._silent = False
         self._convert: Callable[[Any], Any] | None = None
         self._open_blocks: list[str] = []
@@ -164,6 +166,8 @@ class FlopCounter:
         return classmethod(apply)
 
     def _dispatch(self, mode: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if func is _DEVICE:  # autograd asks for it all the time: most of what a fake run dispatches
+            return func(*args, **kwargs)
         if self._convert is not None and not _makes_constant(func):
             args = tuple(self._convert(arg) for arg in args)
             kwargs = {name: self._convert(arg) for name, arg in kwargs.items()}
@@ -172,11 +176,12 @@ class FlopCounter:
         key = getattr(func, "overloadpacket", func)
         formula = self._formulas.get(key)
         if formula is None:
-            if _may_decompose(func):
+            if _may_decompose(func) and func not in self._whole:
                 with mode:
                     out = func.decompose(*args, **kwargs)
                 if out is not NotImplemented:
                     return out
+                self._whole.add(func)
             if _is_suspect(func):
                 self.unknown.add(str(key))
             return func(*args, **kwargs)

@@ -43,7 +43,8 @@ def faked(module: nn.Module, device: torch.device, overrides: Mapping[str, Any])
     with ExitStack() as stack:
         stack.enter_context(_random_states())
         stack.enter_context(_attributes(module))
-        stack.enter_context(torch.compiler.set_stance("force_eager"))
+        if "torch._dynamo" in sys.modules:  # else nothing is compiled, and loading it would take seconds
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(torch.enable_grad())
         with mode:
             run = FakeRun(mode, device)
