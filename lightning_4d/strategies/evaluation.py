@@ -40,6 +40,7 @@ class EvaluationBalance:
         self._most: list[int] = []  # on the rank that has the most
         self._loader = 0
         self._steps = 0  # in this dataloader
+        self._compared = False  # the first step's calls
 
     def start(self) -> None:
         """Compare the numbers of batches, and make buffers equal. Which ranks must call: all.
@@ -69,6 +70,10 @@ class EvaluationBalance:
         self._most = self._maximum(self._local)
         self._balance = self._maximum([int(self._local != self._most)])[0] > 0
 
+    def finish(self) -> None:
+        """Compare what the ranks called in this evaluation. Which ranks must call: all."""
+        self._strategy.data.compare_gathers()
+
     def run(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run one evaluation step; after the last one of a dataloader, join what others still have of it."""
         data = self._strategy.data
@@ -76,7 +81,10 @@ class EvaluationBalance:
             self._count_running(1)
         with data.record_gathers() as gathers:
             output = data.run(step, *args, **kwargs)
-        data.compare_gathers(gathers)
+        data.note_gathers(gathers)
+        if not self._compared:
+            self._compared = True
+            data.compare_gathers()
         self._steps += 1
         if not self._balance or not self._is_last_of_loader():
             return output

@@ -336,6 +336,18 @@ class NDStrategy(ParallelStrategy):
         self._evaluation.start()
 
     @override
+    def on_validation_end(self) -> None:
+        self._evaluation.finish()
+
+    @override
+    def on_test_end(self) -> None:
+        self._evaluation.finish()
+
+    @override
+    def on_predict_end(self) -> None:
+        self._evaluation.finish()
+
+    @override
     def on_test_start(self) -> None:
         self._evaluation.start()
 

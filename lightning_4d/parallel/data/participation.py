@@ -22,8 +22,9 @@ from torch.distributed.fsdp import FSDPModule
 from lightning_4d import _torch_private as private
 from lightning_4d.errors import UnsupportedError, explain
 
-# How long a rank that uses parameters in a new way waits for the others to do so. They are in the same backward.
-PATIENCE = timedelta(seconds=60)
+# How long a rank that uses parameters in a new way waits for the others to do so. They are in the same backward, so it
+# is the time that one rank may need longer for it than another, with compiling.
+PATIENCE = timedelta(minutes=5)
 _instances = itertools.count()  # made in the same order on all ranks
 
 
@@ -44,6 +45,7 @@ class Participation:
         self._agreed_groups: set[tuple[int, tuple[bool, ...]]] = set()
         self._agreed_backwards: set[tuple[tuple[int, tuple[bool, ...]], ...]] = set()
         self._backward: list[tuple[int, tuple[bool, ...]]] = []
+        self._calls = hashlib.blake2b(digest_size=7)
         for index, unit in enumerate(units):
             private.fsdp_before_reduce(unit, lambda params, index=index: self._before_reduce(index, params))
 
@@ -68,15 +70,18 @@ class Participation:
         self._compare(backward)
         self._agreed_backwards.add(backward)
 
-    def compare_calls(self, calls: Sequence[int]) -> None:
-        """Compare which blocks, by index, were called in a step without a backward.
+    def note_calls(self, calls: Sequence[int]) -> None:
+        """Note which blocks, by index, were called in a step without a backward."""
+        self._calls.update(repr(tuple(calls)).encode())
 
-        Which ranks must call: all data-parallel ranks.
-        """
-        if not self._agree(tuple(calls)):
+    def compare_calls(self) -> None:
+        """Compare the calls noted since the last time. Which ranks must call: all data-parallel ranks."""
+        digest = self._calls.hexdigest()
+        self._calls = hashlib.blake2b(digest_size=7)
+        if not self._agree(digest):
             raise UnsupportedError(
                 explain(
-                    "the data-parallel ranks called different blocks, or in another order, in one evaluation step",
+                    "the data-parallel ranks called different blocks, or in another order, in an evaluation",
                     "a block's parameters are gathered from all ranks together when it is called",
                     "let every rank call the same blocks, or name other blocks= (a container whose layers all run)",
                 )
@@ -90,9 +95,7 @@ class Participation:
         return bool((everywhere == digest).all())
 
     def _compare(self, mine: object, params: Sequence[Any] = (), used: Sequence[bool] = ()) -> None:
-        # A rank that sees nothing new does not come here: then waiting in a collective would never end.
-        self._comparisons += 1
-        if private.all_arrive(f"{self._key}/{self._comparisons}", self._group, PATIENCE) and self._agree(mine):
+        if self._all_compare() and self._agree(mine):
             return
         trainable = [p for p in params if p.sharded_param.requires_grad]
         unused = [p._param_fqn for p, is_used in zip(trainable, used, strict=True) if not is_used]
@@ -104,6 +107,16 @@ class Participation:
                 "let every rank use them, for example by adding 0.0 * parameter.sum() of the unused ones to the loss",
             )
         )
+
+    def _all_compare(self) -> bool:
+        """Whether all ranks compare now. In the first backward they do; later, a rank that sees nothing new does not.
+
+        Waiting for such a rank in a collective would never end.
+        """
+        self._comparisons += 1
+        if not self._agreed_backwards:
+            return True
+        return private.all_arrive(f"{self._key}/{self._comparisons}", self._group, PATIENCE)
 
 
 def _digest(value: object) -> int:

@@ -291,9 +291,6 @@ class DataParallel:
         """Take part in the gathering of one evaluation step of the other ranks, without running it.
 
         For a rank that has fewer batches than others. ``gathers`` is a record of a step of its own.
-
-        Raises:
-            UnsupportedError: see :meth:`compare_gathers`.
         """
         if not self.units:
             return
@@ -304,10 +301,15 @@ class DataParallel:
             if reshard:
                 unit.reshard()
         self.settle()
-        self.compare_gathers(gathers)
+        self.note_gathers(gathers)
 
-    def compare_gathers(self, gathers: Sequence[FSDPModule]) -> None:
-        """Compare which blocks an evaluation step gathered over the data-parallel ranks.
+    def note_gathers(self, gathers: Sequence[FSDPModule]) -> None:
+        """Note which blocks an evaluation step gathered, for :meth:`compare_gathers`."""
+        if self._participation is not None:
+            self._participation.note_calls([self.units.index(unit) for unit in gathers])
+
+    def compare_gathers(self) -> None:
+        """Compare over the data-parallel ranks which blocks were gathered since the last comparison.
 
         Blocks of one shape that are gathered together by mistake would mix their weights without a word; in training,
         the backward is compared instead. Which ranks must call: all data-parallel ranks.
@@ -316,7 +318,7 @@ class DataParallel:
             UnsupportedError: ranks called different blocks, or in another order.
         """
         if self._participation is not None and self.mesh.layout.data_parallel_shard_size > 1:
-            self._participation.compare_calls([self.units.index(unit) for unit in gathers])
+            self._participation.compare_calls()
 
     def original_name(self, parameter: nn.Parameter) -> str | None:
         """Return the name that ``parameter`` had before the module was sharded, or None if it was not the module's."""
