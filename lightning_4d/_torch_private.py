@@ -69,7 +69,7 @@ def fsdp_begin_backward(module: FSDPModule) -> None:
     """
     state = module._get_fsdp_state()  # pyright: ignore[reportPrivateUsage]
     if state._training_state.name != "PRE_BACKWARD":
-        state._pre_backward(None)
+        state._pre_backward(None)  # pyright: ignore[reportArgumentType]  # it returns what it is given
 
 
 def fsdp_has_unreduced_gradients(modules: Iterable[FSDPModule]) -> bool:
@@ -264,8 +264,8 @@ def observe_meta_initialization(report: Callable[[nn.Parameter, nn.Module | None
     """Call ``report(parameter, module)`` for each initialisation of a parameter on the meta device.
 
     ``module`` is the one whose ``reset_parameters`` does it; None for other code, which includes reading ``.data``.
-    Reason: initialisation on the meta device is lost. ``reset_parameters`` can be repeated later, other code cannot, and
-    must not be dropped silently. Only the frame walk is private (to CPython).
+    Reason: initialisation on the meta device is lost. ``reset_parameters`` can be repeated later, other code cannot,
+    and must not be dropped silently. Only the frame walk is private (to CPython).
     """
     with _MetaInitializationObserver(report):
         yield

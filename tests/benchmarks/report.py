@@ -27,7 +27,7 @@ def processor() -> str:
 
 
 def write_section(name: str, rows: list[dict[str, str]]) -> None:
-    """Replace what stands between ``<!-- bench:NAME -->`` and ``<!-- /bench -->`` in README.md by a table of ``rows``."""
+    """Put a table of ``rows`` between ``<!-- bench:NAME -->`` and ``<!-- /bench -->`` in README.md."""
     start, end = f"<!-- bench:{name} -->", "<!-- /bench -->"
     text = README.read_text()
     if start not in text:

@@ -1,4 +1,4 @@
-"""HSDPStrategy in bf16 at world size 1, against a plain FSDP2 loop: step time and peak memory of forward, backward, step.
+"""HSDPStrategy in bf16 at world size 1, against a plain FSDP2 loop: time and peak memory of a training step.
 
     python -m tests.gpu.hsdp                 # about 1B parameters on one GPU
     python -m tests.gpu.hsdp --tiny          # seconds on a CPU
