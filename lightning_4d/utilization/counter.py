@@ -263,9 +263,9 @@ _FORMULAS: dict[Any, Callable[..., int]] = {
     aten.addmv: _addmv,
     aten.dot: _mv,
     aten.vdot: _mv,
-    aten._grouped_mm: _grouped_mm,
-    aten._scaled_dot_product_flash_attention_for_cpu: _cpu_flash,
-    aten._scaled_dot_product_flash_attention_for_cpu_backward: _cpu_flash_backward,
+    private.GROUPED_MM: _grouped_mm,
+    private.CPU_FLASH_ATTENTION: _cpu_flash,
+    private.CPU_FLASH_ATTENTION_BACKWARD: _cpu_flash_backward,
 }
 
 
