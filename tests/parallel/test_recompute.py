@@ -1,4 +1,4 @@
-"""Recomputed blocks give the same gradients, bit for bit, leave no trace, and refuse by name what they cannot repeat."""
+"""Recomputed blocks give the same gradients bit for bit, leave no trace, and refuse by name what they cannot repeat."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import random
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -308,7 +309,7 @@ def test_backward_twice_and_twice_differentiable():
 @segments
 def test_fault_random_state_is_not_restored(policy, monkeypatch):
     monkeypatch.setattr(RandomState, "restore", lambda self: None)
-    with pytest.raises(AssertionError, match="not equal|not close"):
+    with pytest.raises(AssertionError, match=r"not equal|not close"):
         check(transformer, policy)
 
 
@@ -325,7 +326,7 @@ def test_fault_a_block_of_the_segment_is_skipped(policy, monkeypatch):
         return chain
 
     monkeypatch.setattr(calls_module.Call, "_chain", lacking)
-    with pytest.raises(AssertionError, match="not equal|not close"):
+    with pytest.raises(AssertionError, match=r"not equal|not close"):
         check(transformer, policy)
     assert skipped
 
@@ -336,9 +337,13 @@ def test_fault_a_block_of_the_segment_is_skipped(policy, monkeypatch):
 def refusal(stack: Stack, policy: RecomputePolicy, steps_: int = 1) -> str:
     install(stack, policy)
     with pytest.raises(UnsupportedError) as error:
-        for _ in range(steps_):
-            stack(torch.randn(3, 6, 4)).backward()
+        take_steps(stack, steps_)
     return str(error.value)
+
+
+def take_steps(stack: Stack, count: int) -> None:
+    for _ in range(count):
+        stack(torch.randn(3, 6, 4)).backward()
 
 
 class Adds(nn.Module):
@@ -442,9 +447,10 @@ def test_what_cannot_be_installed():
     module.blocks[2].compile(backend="eager")
     with pytest.raises(UnsupportedError, match=r"block 'blocks.2' was compiled"):
         install(module, POLICIES["full"])
+    inner = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    nested = nn.ModuleDict({"all": nn.Sequential(inner, nn.Linear(2, 2))})
     with pytest.raises(UnsupportedError, match="cannot lie inside another"):
-        module = nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), nn.Linear(2, 2))
-        install(nn.ModuleDict({"all": module}), POLICIES["full"], blocks=["all", "all.0"])
+        install(nested, POLICIES["full"], blocks=["all", "all.0"])
 
 
 @pytest.mark.parametrize(
@@ -533,19 +539,21 @@ def test_training_mode_of_the_forward_holds_in_the_recompute():
     check(lambda: transformer(4, loop), POLICIES["sqrt-1"])
 
 
+def note_input(alive: weakref.WeakSet[Tensor], module: nn.Module, args: tuple[Tensor, ...]) -> None:
+    alive.add(args[0])
+
+
 @segments
 def test_nothing_is_held_after_backward_nor_without_it(policy):
     module = transformer()
     install(module, policy)
-    held: list[weakref.ref[Tensor]] = []
-    module.blocks[0].register_forward_hook(lambda m, args, out: held.append(weakref.ref(args[0].untyped_storage())))
     gc.collect()
     gc.disable()  # no reference cycle may keep memory until Python looks for it
     try:
         for backward in (True, False):
             x = torch.randn(3, 6, 4)
-            alive = weakref.WeakSet()
-            handle = module.blocks[1].register_forward_pre_hook(lambda m, args: alive.add(args[0]))
+            alive: weakref.WeakSet[Tensor] = weakref.WeakSet()
+            handle = module.blocks[1].register_forward_pre_hook(partial(note_input, alive))
             loss = module(x)
             handle.remove()
             if backward:
