@@ -189,7 +189,7 @@ class GPT(LightningModule):
         logits_BTV = self(tokens_BT)
         self.val_accuracy(logits_BTV.flatten(0, 1), targets_BT.flatten())
         self.log("val_loss", cross_entropy(logits_BTV, targets_BT), prog_bar=True, sync_dist=True)
-        self.log("val_accuracy", self.val_accuracy, prog_bar=True)
+        self.log("val_accuracy", self.val_accuracy)
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """AdamW with a decayed and an undecayed group, and a schedule that moves every optimizer step."""
@@ -439,6 +439,7 @@ class GPTCommandLine(LightningCLI):
 def main(args: ArgsType = None) -> LightningCLI:
     """Run `fit`, `validate`, ... as the command line (or `args`) says and return the finished command-line object."""
     warnings.filterwarnings("ignore", ".*does not have many workers.*")  # slicing a tensor needs no loader processes
+    warnings.filterwarnings("ignore", ".*LeafSpec.*")  # Lightning 2.6 uses a name that torch has renamed
     common = {"default_config_files": [str(Path(__file__).with_name("configs") / "common.yaml")]}
     return GPTCommandLine(
         GPT,
