@@ -191,7 +191,7 @@ def train(
         "limit_val_batches": 0,
         "precision": precision,
     }
-    with _quiet():
+    with quiet():
         seed_everything(seed, workers=True, verbose=False)
         trainer = Trainer(
             strategy=strategy if isinstance(strategy, str) else strategy(),
@@ -204,7 +204,7 @@ def train(
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Without Lightning's advice about workers and its reports about devices; real warnings stay."""
     loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric")]
     levels = [logger.level for logger in loggers]

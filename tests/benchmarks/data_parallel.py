@@ -29,6 +29,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 from lightning_4d import HSDPStrategy
 from tests.benchmarks.report import machine, write_section
 from tests.collectives import CollectiveCounter
+from tests.harness import quiet
 from tests.modules import TinyGPT
 from tests.pool import Pool
 
@@ -130,6 +131,12 @@ def by_trainer(strategy: Any, cls: type[TinyGPT], setting: Setting, count: bool)
     clock = Clock(count)
     before = peak_mib()
     seed_everything(0, verbose=False)
+    with quiet():
+        fit(cls(**setting.model.keywords), strategy, setting, clock)
+    return measurement(clock, before)
+
+
+def fit(module: TinyGPT, strategy: Any, setting: Setting, clock: Clock) -> None:
     trainer = Trainer(
         accelerator="cpu",
         devices=RANKS,
@@ -144,8 +151,7 @@ def by_trainer(strategy: Any, cls: type[TinyGPT], setting: Setting, count: bool)
         num_sanity_val_steps=0,
         limit_val_batches=0,
     )
-    trainer.fit(cls(**setting.model.keywords))
-    return measurement(clock, before)
+    trainer.fit(module)
 
 
 def plain(setting: Setting, count: bool) -> Measurement:
