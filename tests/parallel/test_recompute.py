@@ -256,7 +256,7 @@ def test_two_chains_and_frozen_blocks():
         check(EncoderDecoder, policy)
 
 
-@pytest.mark.parametrize("name", ["full", "sqrt-2", "nested-1"])
+@pytest.mark.parametrize("name", ["full", "nested-1", "selective"])
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_blocks_whose_forward_is_compiled(name, when):
     def run(policy: RecomputePolicy | None) -> list[Any]:
@@ -275,6 +275,18 @@ def test_blocks_whose_forward_is_compiled(name, when):
         return steps(make, None, 2)
 
     torch.testing.assert_close(run(POLICIES[name]), run(None), rtol=0, atol=0)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_compiled_module_around_the_blocks_is_refused():
+    torch._dynamo.reset()
+    module = Stack([Block(8, 2) for _ in range(3)], plain)
+    install(module, POLICIES["full"])
+    compiled = torch.compile(module, backend="aot_eager")
+    with pytest.raises(UnsupportedError, match=r"block 'blocks.0' is called in a compiled module"):
+        compiled(torch.randn(3, 6, 4))
+    with torch.no_grad():
+        compiled(torch.randn(3, 6, 4))
 
 
 def test_backward_twice_and_twice_differentiable():

@@ -245,10 +245,26 @@ class _Hook:
         self._site = site
 
     def __call__(self, module: nn.Module, *arguments: Any) -> Any:
+        if torch.compiler.is_compiling():
+            _refuse_compiled(self._site.block.name)
+            return None
         return self._function(self._site, *arguments)
 
     def __reduce__(self) -> tuple[Callable[[], Callable[..., None]], tuple[()]]:
         return _no_hook, ()
+
+
+@torch.compiler.disable
+def _refuse_compiled(name: str) -> None:
+    """Raise when the code is run that was compiled from a module and the hooks on its blocks together."""
+    if torch.is_grad_enabled():
+        raise UnsupportedError(
+            explain(
+                f"block {name!r} is called in a compiled module",
+                "a recompute in backward would run other code than the compiled forward",
+                "compile the blocks instead: compile_blocks=True, or block.forward = torch.compile(block.forward)",
+            )
+        )
 
 
 def _no_hook() -> Callable[..., None]:
