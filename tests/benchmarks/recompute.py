@@ -27,8 +27,9 @@ from tests.saved_bytes import TinyStack, peak_of_step
 ROOT = Path(__file__).parents[2]
 PAGE, PICTURE = ROOT / "docs" / "recompute.md", ROOT / "docs" / "images" / "recompute.png"
 COUNTS = (4, 16, 36, 64, 100, 144)
+TIMED = (4, 16, 64, 144)
 TABLED = (16, 64, 144)
-DIM, WIDTH, ROWS = 128, 12, 256  # floats of a block's input: ROWS x DIM
+DIM, WIDTH, ROWS = 256, 12, 256  # floats of a block's input: ROWS x DIM
 POLICIES = {
     "none": RecomputePolicy("none"),
     "every_k=2": RecomputePolicy("every_k", every_k=2),
@@ -49,15 +50,16 @@ def main(options: Sequence[str] = ()) -> None:
     quick = "--quick" in options
     torch.set_num_threads(1)
     counts = COUNTS[:2] if quick else COUNTS
-    bytes_ = {name: [peak(name, count) for count in counts] for name in POLICIES}
-    times = measure_times(counts, repeats=2 if quick else 3)
+    bytes_ = {name: {count: peak(name, count) for count in counts} for name in POLICIES}
+    timed = counts if quick else TIMED
+    times = measure_times(timed, repeats=2 if quick else 4)
     tabled = counts[-1:] if quick else TABLED
     memory = {(name, n): process_memory_of_child(name, n) for name in IN_TABLE for n in tabled}
-    lines = table(counts, tabled, bytes_, times, memory)
+    lines = table(tabled, bytes_, times, memory)
     print("\n".join(lines))
     if not quick:
         write_page(lines)
-        draw(counts, bytes_, times)
+        draw(bytes_, times)
 
 
 def module_with(name: str, count: int, rows: int = ROWS) -> tuple[TinyStack, torch.Tensor]:
@@ -75,9 +77,9 @@ def peak(name: str, count: int) -> int:
     return peak_of_step(module, x) * ROWS // 8
 
 
-def measure_times(counts: Sequence[int], repeats: int) -> dict[str, list[float]]:
+def measure_times(counts: Sequence[int], repeats: int) -> dict[str, dict[int, float]]:
     """Processor seconds of a step: the least of some, in turns, since the machine may have other work."""
-    times: dict[str, list[float]] = {name: [] for name in POLICIES}
+    times: dict[str, dict[int, float]] = {name: {} for name in POLICIES}
     for count in counts:
         models = {name: module_with(name, count) for name in POLICIES}
         least = dict.fromkeys(POLICIES, math.inf)
@@ -87,7 +89,7 @@ def measure_times(counts: Sequence[int], repeats: int) -> dict[str, list[float]]
                 module(x.clone().requires_grad_()).backward()
                 least[name] = min(least[name], time.process_time() - start)
         for name, seconds in least.items():
-            times[name].append(seconds)
+            times[name][count] = seconds
     return times
 
 
@@ -117,10 +119,9 @@ def _resident(field: str) -> int:
 
 
 def table(
-    counts: Sequence[int],
     tabled: Sequence[int],
-    bytes_: dict[str, list[int]],
-    times: dict[str, list[float]],
+    bytes_: dict[str, dict[int, int]],
+    times: dict[str, dict[int, float]],
     memory: dict[tuple[str, int], int],
 ) -> list[str]:
     """The rows of the page's table, in units of one block input."""
@@ -131,9 +132,8 @@ def table(
     for name in IN_TABLE:
         cells = [f"`{name}`", extra(name, tabled[-1])]
         for n in tabled:
-            i = list(counts).index(n)
-            ratio = times[name][i] / times["none"][i]
-            cells.append(f"{bytes_[name][i] / unit:.0f} / {memory[name, n] / unit:.0f} / {ratio:.2f}×")
+            ratio = times[name][n] / times["none"][n]
+            cells.append(f"{bytes_[name][n] / unit:.0f} / {memory[name, n] / unit:.0f} / {ratio:.2f}×")
         lines.append("| " + " | ".join(cells) + " |")
     return lines
 
@@ -155,9 +155,13 @@ def write_page(lines: Sequence[str]) -> None:
     PAGE.write_text(f"{head}{start}\n" + "\n".join(lines) + f"\n{end}{rest.split(end, 1)[1]}")
 
 
-def draw(counts: Sequence[int], bytes_: dict[str, list[int]], times: dict[str, list[float]]) -> None:
+def draw(bytes_: dict[str, dict[int, int]], times: dict[str, dict[int, float]]) -> None:
     """Bytes and time against the number of blocks."""
-    import matplotlib as mpl
+    try:
+        import matplotlib as mpl
+    except ImportError:
+        print(f"{PICTURE.name} stays as it is: matplotlib draws it (pip install '.[bench]')")
+        return
 
     mpl.use("Agg")
     from matplotlib import pyplot as plt
@@ -165,22 +169,21 @@ def draw(counts: Sequence[int], bytes_: dict[str, list[int]], times: dict[str, l
     unit = ROWS * DIM * 4
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.4), layout="constrained")
     for name in POLICIES:
-        left.loglog(counts, [value / unit for value in bytes_[name]], STYLES[name], label=name, markersize=5)
-        ratios = [t / none for t, none in zip(times[name], times["none"], strict=True)]
-        right.plot(counts, ratios, STYLES[name], label=name, markersize=5)
-    guide = [2 * math.sqrt(n) + WIDTH for n in counts]
-    left.loglog(counts, guide, "C2:", linewidth=1, label="2√N·a + b − 2a")
+        left.loglog(COUNTS, [bytes_[name][n] / unit for n in COUNTS], STYLES[name], label=name, markersize=5)
+        right.semilogx(TIMED, [times[name][n] / times["none"][n] for n in TIMED], STYLES[name], markersize=5)
+    guide = [2 * math.sqrt(n) + WIDTH for n in COUNTS]
+    left.loglog(COUNTS, guide, "k:", linewidth=1, label="2√N·a + b − 2a")
     left.set(xlabel="blocks N", ylabel="peak of saved bytes / block input a", title=f"Memory (b = {WIDTH + 2} a)")
-    right.set(xlabel="blocks N", ylabel="time of a step / none", title="Time (one CPU thread)", ylim=(0.9, 1.9))
+    right.set(xlabel="blocks N", ylabel="time of a step / none", title="Time (one CPU thread)")
     for axes in (left, right):
-        axes.set_xticks(counts, [str(n) for n in counts])
+        axes.set_xticks(COUNTS, [str(n) for n in COUNTS])
         axes.minorticks_off()
         axes.grid(alpha=0.3)
     left.legend(fontsize=8)
     right.axhline(4 / 3, color="C0", linewidth=0.8, linestyle=":")
     right.axhline(5 / 3, color="C2", linewidth=0.8, linestyle=":")
-    right.annotate("one extra forward: 4/3", (counts[0], 4 / 3), (0, 3), textcoords="offset points", fontsize=8)
-    right.annotate("two extra forwards: 5/3", (counts[0], 5 / 3), (0, 3), textcoords="offset points", fontsize=8)
+    right.annotate("one extra forward: 4/3", (TIMED[0], 4 / 3), (0, 3), textcoords="offset points", fontsize=8)
+    right.annotate("two extra forwards: 5/3", (TIMED[0], 5 / 3), (0, 3), textcoords="offset points", fontsize=8)
     PICTURE.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(PICTURE, dpi=110)
     plt.close(figure)

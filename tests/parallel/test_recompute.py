@@ -320,7 +320,7 @@ def test_backward_twice_and_twice_differentiable():
 
 @segments
 def test_fault_random_state_is_not_restored(policy, monkeypatch):
-    monkeypatch.setattr(RandomState, "restore", lambda self: None)
+    monkeypatch.setattr(RandomState, "restore", lambda self, now=None: None)
     with pytest.raises(AssertionError, match=r"not equal|not close"):
         check(transformer, policy)
 

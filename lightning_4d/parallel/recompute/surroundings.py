@@ -77,7 +77,7 @@ class Surroundings:
             stack.callback(_set_attention_kernels, kernels)
             torch.set_default_dtype(self.dtype)
             _set_attention_kernels(self.attention)
-            self.random.restore()
+            self.random.restore(now=before)
             yield
 
 
@@ -115,13 +115,14 @@ class RandomState:
             and _numpy_key(self.numpy) == _numpy_key(other.numpy)
         )
 
-    def restore(self) -> None:
-        """Set all generators back."""
+    def restore(self, now: RandomState | None = None) -> None:
+        """Set all generators back; those that are there already, if ``now`` is their state, need no setting."""
         torch.set_rng_state(self.torch_cpu)
         if self.torch_device is not None:
             torch.get_device_module(self.device).set_rng_state(self.torch_device, self.device)
-        random.setstate(self.python)
-        if self.numpy is not None:
+        if now is None or now.python != self.python:
+            random.setstate(self.python)
+        if self.numpy is not None and (now is None or _numpy_key(now.numpy) != _numpy_key(self.numpy)):
             sys.modules["numpy"].random.set_state(self.numpy)
 
 
