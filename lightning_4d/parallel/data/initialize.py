@@ -106,7 +106,9 @@ class MetaInitialization:
 
 
 def _empty(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
-    return nn.Parameter(torch.empty_like(parameter, device=device), requires_grad=parameter.requires_grad)
+    empty = nn.Parameter(torch.empty_like(parameter, device=device), requires_grad=parameter.requires_grad)
+    vars(empty).update(vars(parameter))  # users mark parameters: `weight.no_weight_decay = True`
+    return empty
 
 
 def _reset_function(module: nn.Module) -> Callable[[], None]:

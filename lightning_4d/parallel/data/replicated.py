@@ -110,7 +110,7 @@ class ReplicatedParameters:
             entries, used.tolist(), values.split([g.numel() for g in gradients]), strict=True
         ):
             entry.plain.grad = None
-            if count > 0:
+            if count != 0:  # complex for complex parameters
                 _accumulate(entry.distributed, value.reshape(entry.plain.shape))
 
 

@@ -70,9 +70,12 @@ def shard(
     Which ranks must call: all ranks of the data-parallel group, with the same module.
 
     Raises:
-        UnsupportedError: the module cannot be initialised or sharded exactly; names the parameters.
+        UnsupportedError: the module cannot be initialised or sharded exactly, or a parameter has a gradient hook; names
+            the parameters.
     """
     initialization.check(root)
+    if mesh.data_parallel_size > 1:
+        _refuse_hooks(root)
     names = {id(parameter): (weakref.ref(parameter), name) for name, parameter in root.named_parameters()}
     blocks = _independent(root, blocks)
     block_modules = {block.module for block in blocks}
@@ -89,6 +92,20 @@ def shard(
         result.wrap(blocks, options)
     object.__setattr__(root, _RESULT, result)
     return result
+
+
+def _refuse_hooks(root: nn.Module) -> None:
+    """Refuse gradient hooks on parameters: sharding replaces the parameters, and the hooks would never run."""
+    for name, parameter in root.named_parameters():
+        for kind in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+            if getattr(parameter, kind, None):
+                raise UnsupportedError(
+                    explain(
+                        f"a gradient hook on the parameter {name!r}, registered before the strategy's set-up",
+                        "sharding replaces parameters, and gradients exist whole only inside a reduction",
+                        "change gradients in on_after_backward() or on_before_optimizer_step()",
+                    )
+                )
 
 
 def _independent(root: nn.Module, blocks: Sequence[Block]) -> list[Block]:
@@ -142,6 +159,7 @@ class DataParallel:
         self._original_names = original_names
         self.converted_to: str | None = None  # the precision that all parameters were converted to before sharding
         self.units: list[FSDPModule] = []  # blocks in order, the root last
+        self._attributes: dict[str, dict[str, Any]] = {}  # of parameters that the user marked, by name
         self._device = device
         self._replicated: ReplicatedParameters | None = None
         self._participation: Participation | None = None
@@ -164,6 +182,7 @@ class DataParallel:
     def wrap(self, blocks: Sequence[Block], options: DataParallelOptions) -> None:
         """Shard the blocks, then what is left, and hook into the places where gathered parameters are needed."""
         whole = _whole_parameters(self.root, blocks)
+        self._attributes = {name: dict(vars(p)) for name, p in self.root.named_parameters() if vars(p)}
         inside = {module for block in blocks for module in block.module.modules()}
         outside = {m: list(m.parameters(recurse=False)) for m in self.root.modules() if m not in inside}
         shared = {p for parameters in outside.values() for p in parameters}
@@ -407,6 +426,15 @@ class DataParallel:
                 unit.reshard()
         if self._replicated is not None:
             self._replicated.reshard()
+        self._mark_parameters()
+
+    def _mark_parameters(self) -> None:
+        """Give sharded parameters the attributes of the user's, such as ``weight.no_weight_decay = True``.
+
+        Not once for all: ``module.to()`` swaps DTensors with all that they have.
+        """
+        for name, attributes in self._attributes.items():
+            vars(self.root.get_parameter(name)).update(attributes)
 
     def recover(self) -> None:
         """Bring FSDP back to idle after a step that raised."""
