@@ -14,6 +14,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from torch.utils.flop_counter import flop_registry
 from torch.utils.hooks import RemovableHandle
 
+from lightning_4d import _torch_private as private
 from lightning_4d.errors import UnsupportedError, explain
 from lightning_4d.parallel.blocks import Block, find_blocks
 from lightning_4d.parallel.recompute.arguments import Arguments, Outputs, tensors_in
@@ -302,8 +303,7 @@ def _device(args: Any, kwargs: Any, module: nn.Module) -> torch.device:
     return next(accelerated, torch.device("cpu"))
 
 
-# Attention on CPU has no entry in the registry.
-_PRODUCTS = {*flop_registry, torch.ops.aten._scaled_dot_product_flash_attention_for_cpu}
+_PRODUCTS = {*flop_registry, private.CPU_FLASH_ATTENTION}  # the registry has no entry for it
 
 
 def _selective_contexts() -> Contexts:
