@@ -14,7 +14,7 @@ if __name__ != "lightning_4d.callbacks":
         name=__name__,
     )
 
-from lightning_4d.callbacks.activation_checkpointing import ActivationCheckpointing  # noqa: E402  (guard first)
+from lightning_4d.callbacks.activation_checkpointing import ActivationCheckpointing
 from lightning_4d.callbacks.mfu_monitor import MFUMonitor
 
 __all__ = ["ActivationCheckpointing", "MFUMonitor"]

@@ -58,7 +58,8 @@ def fsdp_finish_backward(root: FSDPModule) -> None:
 
     Which ranks: all ranks of the data-parallel mesh, if any of them has such gradients.
     """
-    root._get_fsdp_state()._root_post_backward_final_callback()  # pyright: ignore[reportPrivateUsage]
+    with torch.no_grad():  # as inside a backward that builds no graph
+        root._get_fsdp_state()._root_post_backward_final_callback()  # pyright: ignore[reportPrivateUsage]
 
 
 def fsdp_begin_backward(module: FSDPModule) -> None:
@@ -119,6 +120,33 @@ def fsdp_mirror_requires_grad(modules: Iterable[FSDPModule]) -> None:
             unsharded.requires_grad_(param.sharded_param.requires_grad)
 
 
+@torch.no_grad()
+def fsdp_write_back(module: FSDPModule) -> None:
+    """Keep what a step changed in place in the module's gathered parameters: copy this rank's part to its shard.
+
+    Also keeps ``requires_grad``. Parameters gathered in a lower dtype are left alone. No communication.
+    Reason: FSDP throws gathered copies away. What a step does to them (a moving average, a normalised weight, clamping)
+    would be lost without a word. The shard must not have changed since it was gathered.
+    """
+    for group in fsdp_groups(module):
+        if not group.is_unsharded:
+            continue
+        for param in group.fsdp_params:
+            gathered, shard = param._unsharded_param, param.sharded_param.to_local()
+            param.sharded_param.requires_grad_(gathered.requires_grad)
+            if param.param_dtype is None and shard.numel() > 0:
+                start = param.padded_sharded_param_size[0] * param.mesh_info.shard_mesh_rank
+                shard.copy_(gathered.detach().narrow(0, start, shard.shape[0]))
+
+
+def fsdp_clear_gradients(module: FSDPModule, owners: set[nn.Module]) -> None:
+    """Drop the reduced gradients of those of the module's own parameters that one of ``owners`` holds."""
+    for param in fsdp_parameters([module]):
+        info = param._module_info
+        if owners.intersection((info.module, *info.shared_modules)):
+            param.sharded_param.grad = None
+
+
 def fsdp_received_gradient(param: Any) -> bool:
     """Whether this rank's backward gave the FSDP parameter a gradient that is not reduced yet."""
     if param.unsharded_accumulated_grad is not None:
@@ -127,18 +155,28 @@ def fsdp_received_gradient(param: Any) -> bool:
     return unsharded is not None and unsharded.grad is not None
 
 
-def fsdp_before_reduce(module: FSDPModule, hook: Callable[[list[Any]], None]) -> None:
+def fsdp_before_reduce(module: FSDPModule, hook: Callable[[list[Any]], None], refuse_graph: Callable[[], None]) -> None:
     """Call ``hook(fsdp_params)`` each time before a group of ``module`` reduces its gradients.
+
+    ``refuse_graph()`` is called instead of going on in a backward that builds a graph: FSDP2 frees the parameters that
+    the second backward needs, and torch 2.13 then reads freed memory.
 
     Reason: FSDP2 reduces the parameters that got a gradient on *this* rank. If ranks differ, it mixes gradients of
     different parameters without a word when sizes happen to agree; this is the only place to notice in time.
     """
     for group in fsdp_groups(module):
-        group.post_backward = _hooked_post_backward(group, group.post_backward, hook)
+        group.post_backward = _hooked_post_backward(group, group.post_backward, hook, refuse_graph)
 
 
-def _hooked_post_backward(group: Any, post_backward: Callable[..., None], hook: Callable[[list[Any]], None]) -> Any:
+def _hooked_post_backward(
+    group: Any,
+    post_backward: Callable[..., None],
+    hook: Callable[[list[Any]], None],
+    refuse_graph: Callable[[], None],
+) -> Callable[..., None]:
     def hooked(*unused: Any) -> None:
+        if torch.is_grad_enabled():  # backward of create_graph=True
+            refuse_graph()
         if group.reduce_grads:
             _unify_gradient_dtypes(group.fsdp_params)
             hook(group.fsdp_params)

@@ -80,27 +80,25 @@ class Recorder(Callback):
         self.gather = gather
         self._counter = CollectiveCounter() if count_communication else None
         self._handles: list[Any] = []
+        self._names: dict[int, str] = {}  # inside a step a strategy may let a module hold gathered parameters
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._names = {id(parameter): name for name, parameter in pl_module.named_parameters()}
         for optimizer in trainer.optimizers:
             # A pre-hook would come too early: Lightning runs backward and clipping in the closure, inside the step.
-            hook = self._after_step(pl_module)
-            self._handles.append(optimizer.register_step_post_hook(hook))
+            self._handles.append(optimizer.register_step_post_hook(self._after_step))
         if self._counter is not None:
             self._counter.start()
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         with self._not_counted():
-            self.recording.gradients.append(self.gather(_gradients(pl_module, optimizer)))
+            self.recording.gradients.append(self.gather(_gradients(self._names, optimizer)))
 
-    def _after_step(self, pl_module: LightningModule) -> Callable[..., None]:
-        def hook(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-            if self._counter is not None:
-                self._counter.part()
-            with self._not_counted():
-                self.recording.clipped.append(self.gather(_gradients(pl_module, optimizer)))
-
-        return hook
+    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if self._counter is not None:
+            self._counter.part()
+        with self._not_counted():
+            self.recording.clipped.append(self.gather(_gradients(self._names, optimizer)))
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -132,8 +130,7 @@ class Recorder(Callback):
         return nullcontext() if self._counter is None else self._counter.ignored()
 
 
-def _gradients(module: LightningModule, optimizer: Optimizer) -> dict[str, Tensor]:
-    names = {id(parameter): name for name, parameter in module.named_parameters()}
+def _gradients(names: Mapping[int, str], optimizer: Optimizer) -> dict[str, Tensor]:
     held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     strangers = [tuple(parameter.shape) for parameter in held if id(parameter) not in names]
     if strangers:

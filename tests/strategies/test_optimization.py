@@ -35,11 +35,11 @@ class Actor(Regression):
     def step(self, index: int, loss: Tensor) -> None:
         optimizer = self.optimizers()[index]
         optimizer.zero_grad()
+        offset = self.offset.mean() + loss.detach()  # also after another optimizer's step, parameters are plain tensors
         if self.plain_backward and isinstance(self.trainer.strategy, NDStrategy):
             loss.backward()  # under Lightning's DDP, this would leave gradients unsynchronised
         else:
             self.manual_backward(loss)
-        offset = self.offset.mean() + loss.detach()  # between a backward and its step, parameters are plain tensors
         self.log(f"offset_{index}", offset)
         self.clip_gradients(optimizer, 1.0, "norm")
         optimizer.step()

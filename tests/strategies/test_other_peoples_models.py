@@ -72,3 +72,86 @@ def test_equals_ddp(pool: Pool, module: type[MLP], replicate: int) -> None:
 def test_a_gradient_hook_on_a_parameter_is_refused_by_name(pool: Pool, after_accumulation: bool) -> None:
     with pytest.raises(WorkerError, match=r"UnsupportedError.*gradient hook on the parameter 'input.weight'"):
         pool.run(2, train, partial(Hooked, after_accumulation), NDStrategy)
+
+
+class InPlace(TinyGPT):
+    """Changes parameters outside the blocks in place: in the step, before zero_grad, and through ``.data``."""
+
+    def __init__(self) -> None:
+        super().__init__(layers=2)
+        self.teacher = nn.Linear(16, 16)
+        self.teacher.requires_grad_(False)
+        self.student = nn.Linear(16, 16)
+
+    def training_step(self, batch: tuple[Tensor, ...], batch_idx: int) -> Tensor:
+        with torch.no_grad():
+            self.embedding.weight.copy_(nn.functional.normalize(self.embedding.weight, dim=1))
+            self.head.weight.data.clamp_(-0.2, 0.2)
+        x = self.embedding(batch[0][:, :-1])
+        return super().training_step(batch, batch_idx) + (self.student(x) - self.teacher(x)).square().mean()
+
+    def on_before_zero_grad(self, optimizer: Optimizer) -> None:
+        for teacher, student in zip(self.teacher.parameters(), self.student.parameters(), strict=True):
+            teacher.data.mul_(0.9).add_(student.data, alpha=0.1)
+
+
+@pytest.mark.parametrize("replicate", [1, 2])
+def test_parameters_changed_in_place_during_a_step(pool: Pool, replicate: int) -> None:
+    expected = reference(pool, 2, InPlace)
+    actual = pool.run(2, train, InPlace, partial(NDStrategy, data_parallel_replicate_size=replicate))
+    compare(actual, expected, rtol=1e-10)
+
+
+class ByHand(MLP):
+    """Manual optimization as people write it: gradients read, clipped and dropped through ``self.parameters()``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: tuple[Tensor, ...], batch_idx: int) -> Tensor:
+        optimizer = self.optimizers()
+        loss = self.loss(batch, "train")
+        self.zero_grad() if batch_idx % 2 else self.input.zero_grad()
+        self.manual_backward(loss)
+        torch.nn.utils.clip_grad_norm_(self.parameters(), 0.05)
+        for parameter in self.parameters():
+            parameter.grad.clamp_(-0.01, 0.01)
+        optimizer.step()
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.clamp_(-0.3, 0.3)
+        return loss
+
+
+@pytest.mark.parametrize("replicate", [1, 2])
+def test_manual_optimization_through_self_parameters(pool: Pool, replicate: int) -> None:
+    expected = reference(pool, 2, ByHand)
+    actual = pool.run(2, train, ByHand, partial(NDStrategy, data_parallel_replicate_size=replicate))
+    compare(actual, expected, rtol=1e-10)
+
+
+class Penalty(TinyGPT):
+    """A gradient penalty: a backward that builds a graph, through the blocks."""
+
+    def training_step(self, batch: tuple[Tensor, ...], batch_idx: int) -> Tensor:
+        x = self.embedding(batch[0][:, :-1]).detach().requires_grad_()
+        y = x
+        for block in self.blocks:
+            y = block(y)
+        (gradient,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+        return y.square().mean() + gradient.square().mean()
+
+
+class Captured(MLP):
+    """Collects parameters before they are sharded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.penalised = [p for p in self.parameters() if p.ndim == 2]
+
+
+@pytest.mark.parametrize(("module", "message"), [(Penalty, "create_graph=True"), (Captured, "attribute 'penalised'")])
+def test_what_cannot_be_exact_is_refused_by_name(pool: Pool, module: type, message: str) -> None:
+    with pytest.raises(WorkerError, match=message):
+        pool.run(2, train, module, NDStrategy)

@@ -39,10 +39,10 @@ class CapturedEarly(MLP):
 
     def __init__(self) -> None:
         super().__init__()
-        self.captured = list(self.parameters())
+        self.captured = SGD(self.parameters(), lr=0.1)
 
     def configure_optimizers(self) -> Optimizer:
-        return SGD(self.captured, lr=0.1)
+        return self.captured
 
 
 class Stranger(MLP):

@@ -9,6 +9,7 @@ optimizers, layers dropped in lockstep) is compared once per backward.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import itertools
 from collections.abc import Sequence
@@ -47,7 +48,8 @@ class Participation:
         self._backward: list[tuple[int, tuple[bool, ...]]] = []
         self._calls = hashlib.blake2b(digest_size=7)
         for index, unit in enumerate(units):
-            private.fsdp_before_reduce(unit, lambda params, index=index: self._before_reduce(index, params))
+            before_reduce = functools.partial(self._before_reduce, index)
+            private.fsdp_before_reduce(unit, before_reduce, _refuse_graph)
 
     def _before_reduce(self, index: int, params: Sequence[Any]) -> None:
         used = tuple(private.fsdp_received_gradient(p) for p in params if p.sharded_param.requires_grad)
@@ -117,6 +119,16 @@ class Participation:
         if not self._agreed_backwards:
             return True
         return private.all_arrive(f"{self._key}/{self._comparisons}", self._group, PATIENCE)
+
+
+def _refuse_graph() -> None:
+    raise UnsupportedError(
+        explain(
+            "a backward with create_graph=True (a gradient penalty, a Hessian)",
+            "sharded parameters are freed after the first backward, and gradients of gradients need them",
+            "use one data-parallel rank or plain DDP for this module",
+        )
+    )
 
 
 def _digest(value: object) -> int:

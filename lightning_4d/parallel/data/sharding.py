@@ -76,6 +76,7 @@ def shard(
     initialization.check(root)
     if mesh.data_parallel_size > 1:
         _refuse_hooks(root)
+        _refuse_captured(root)
     names = {id(parameter): (weakref.ref(parameter), name) for name, parameter in root.named_parameters()}
     blocks = _independent(root, blocks)
     block_modules = {block.module for block in blocks}
@@ -92,6 +93,25 @@ def shard(
         result.wrap(blocks, options)
     object.__setattr__(root, _RESULT, result)
     return result
+
+
+def _refuse_captured(root: nn.Module) -> None:
+    """Refuse parameters that a module also holds in a plain attribute or list: those would stay the unsharded ones."""
+    registered = set(root.parameters())
+    for module in root.modules():
+        for attribute, value in vars(module).items():
+            if attribute in ("_parameters", "_buffers", "_modules"):
+                continue
+            held = list(value.values()) if isinstance(value, dict) else value
+            held = held if isinstance(held, (list, tuple)) else [held]
+            if any(isinstance(item, nn.Parameter) and item in registered for item in held):
+                raise UnsupportedError(
+                    explain(
+                        f"the attribute {attribute!r} of {type(module).__name__} holds parameters that are registered",
+                        "sharding replaces parameters, and those in other places would stay as they were",
+                        "collect them where they are used, as in configure_optimizers(), or use nn.ParameterList",
+                    )
+                )
 
 
 def _refuse_hooks(root: nn.Module) -> None:
@@ -215,7 +235,7 @@ class DataParallel:
         root = self._fsdp_root
         private.fsdp_detach_forward_hooks(root)
         private.fsdp_initialize(root)
-        setattr(root, _STEP, lambda step, *args, **kwargs: step(*args, **kwargs))
+        setattr(root, _STEP, self._call)
         register_fsdp_forward_method(self.root, _STEP)
         for module in owners:
             module.register_forward_pre_hook(self._before_use, prepend=True)
@@ -265,6 +285,11 @@ class DataParallel:
             self._depth -= 1
         if self._manual or not torch.is_grad_enabled():
             self.settle()
+        return output
+
+    def _call(self, step: Callable[..., _T], *args: Any, **kwargs: Any) -> _T:
+        output = step(*args, **kwargs)
+        self._keep_changes()  # before FSDP shards the root again, as it does here after a manual backward
         return output
 
     def run_training_step(self, step: Callable[..., _T], *args: Any, **kwargs: Any) -> _T:
@@ -349,7 +374,10 @@ class DataParallel:
 
     def before_backward(self, loss: Tensor) -> None:
         """Let the backward of ``loss`` reduce the gradients of the root's group, wherever the loss was made."""
-        if self.units and loss.requires_grad:
+        if not self.units:
+            return
+        self._keep_changes()
+        if loss.requires_grad:
             loss.register_hook(private.fsdp_pre_backward(self._fsdp_root))
 
     def after_backward(self) -> None:
@@ -361,8 +389,6 @@ class DataParallel:
         if self._synchronise:
             self._replicated.reduce_gradients()
             self._participation.after_backward()
-        if self._depth:  # manual optimization: the step goes on, and may use any parameter
-            self._gather_root()
 
     @contextlib.contextmanager
     def no_gradient_sync(self) -> Iterator[None]:
@@ -401,8 +427,31 @@ class DataParallel:
             return
         self._manual = manual
         if manual:
-            optimizer.register_step_pre_hook(lambda *_: self.reduce_manual_gradients())
+            optimizer.register_step_pre_hook(lambda *_: self._before_manual_step())
+            self._clear_gradients_by_module()
         optimizer.register_step_post_hook(lambda *_: self._after_optimizer_step())
+
+    def _before_manual_step(self) -> None:
+        self._keep_changes()
+        self.reduce_manual_gradients()
+
+    def _keep_changes(self) -> None:
+        """Keep what a step changed in place in gathered parameters outside the blocks."""
+        private.fsdp_write_back(self._fsdp_root)
+
+    def _clear_gradients_by_module(self) -> None:
+        """Let ``zero_grad()`` of modules outside the blocks reach the parameters that are gathered just then."""
+        inside = {m for unit in self.units[:-1] for m in cast("nn.Module", unit).modules()}
+        for module in self.root.modules():
+            if module not in inside and "zero_grad" not in vars(module):
+                object.__setattr__(module, "zero_grad", self._zero_grad_of(module))
+
+    def _zero_grad_of(self, module: nn.Module) -> Callable[..., None]:
+        def zero_grad(set_to_none: bool = True) -> None:
+            type(module).zero_grad(module, set_to_none)
+            private.fsdp_clear_gradients(self._fsdp_root, set(module.modules()))
+
+        return zero_grad
 
     def _after_optimizer_step(self) -> None:
         self.settle()
