@@ -247,7 +247,7 @@ class _Hook:
 
     def __call__(self, module: nn.Module, *arguments: Any) -> Any:
         if torch.compiler.is_compiling():
-            _refuse_compiled(self._site.block.name)
+            _refuse_compiled(self._site.block.name)  # pyright: ignore[reportArgumentType]  # torch types the decorator as a factory
             return None
         return self._function(self._site, *arguments)
 
