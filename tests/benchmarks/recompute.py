@@ -29,7 +29,7 @@ PAGE, PICTURE = ROOT / "docs" / "recompute.md", ROOT / "docs" / "images" / "reco
 COUNTS = (4, 16, 36, 64, 100, 144)
 TIMED = (4, 16, 64, 144)
 TABLED = (16, 64, 144)
-DIM, WIDTH, ROWS = 256, 12, 256  # floats of a block's input: ROWS x DIM
+DIM, WIDTH, ROWS = 192, 12, 256  # floats of a block's input: ROWS x DIM
 POLICIES = {
     "none": RecomputePolicy("none"),
     "every_k=2": RecomputePolicy("every_k", every_k=2),
@@ -52,7 +52,7 @@ def main(options: Sequence[str] = ()) -> None:
     counts = COUNTS[:2] if quick else COUNTS
     bytes_ = {name: {count: peak(name, count) for count in counts} for name in POLICIES}
     timed = counts if quick else TIMED
-    times = measure_times(timed, repeats=2 if quick else 3)
+    times = measure_times(timed, repeats=2 if quick else 5)
     tabled = counts[-1:] if quick else TABLED
     memory = {(name, n): process_memory_of_child(name, n) for name in IN_TABLE for n in tabled}
     lines = table(tabled, bytes_, times, memory)
