@@ -9,6 +9,7 @@ own, without what it had before the step: parameters, gradients, libraries.
 
 from __future__ import annotations
 
+import gc
 import math
 import os
 import subprocess
@@ -96,9 +97,14 @@ def measure_times(counts: Sequence[int], repeats: int) -> dict[str, dict[int, fl
 
 def take_step(module: TinyStack, x: torch.Tensor) -> float:
     """Processor seconds of one forward and backward."""
-    start = time.process_time()
-    module(x.clone().requires_grad_()).backward()
-    return time.process_time() - start
+    gc.collect()
+    gc.disable()  # as timeit does
+    try:
+        start = time.process_time()
+        module(x.clone().requires_grad_()).backward()
+        return time.process_time() - start
+    finally:
+        gc.enable()
 
 
 def process_memory_of_child(name: str, count: int) -> int:

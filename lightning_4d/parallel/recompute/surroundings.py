@@ -6,6 +6,7 @@ Backward runs outside of the contexts of the forward, so a recompute has to brin
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import random
 import sys
 from collections.abc import Iterator
@@ -63,7 +64,7 @@ class Surroundings:
         Args:
             cache_casts: let autocast keep cast weights within the body.
         """
-        before = RandomState.now(self.random.device, None)
+        before = RandomState.now(self.random.device, self.random)
         dtype, kernels = torch.get_default_dtype(), _attention_kernels()
         with contextlib.ExitStack() as stack:
             for cast in self.autocasts:
@@ -77,7 +78,7 @@ class Surroundings:
             stack.callback(_set_attention_kernels, kernels)
             torch.set_default_dtype(self.dtype)
             _set_attention_kernels(self.attention)
-            self.random.restore(now=before)
+            self.random.restore()
             yield
 
 
@@ -89,20 +90,14 @@ class RandomState:
     torch_cpu: Tensor
     torch_device: Tensor | None
     python: tuple[Any, ...]
-    numpy: tuple[Any, ...] | None
+    numpy: NumpyState | None
 
     @staticmethod
     def now(device: torch.device, like: RandomState | None) -> RandomState:
         """Take the present states; those equal to ``like``'s share its memory."""
-        numpy = sys.modules.get("numpy")
         on_device = None if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
-        state = RandomState(
-            device,
-            torch.get_rng_state(),
-            on_device,
-            random.getstate(),
-            None if numpy is None else numpy.random.get_state(),
-        )
+        numpy = NumpyState.now(None if like is None else like.numpy)
+        state = RandomState(device, torch.get_rng_state(), on_device, random.getstate(), numpy)
         return like if like is not None and state.equals(like) else state
 
     def equals(self, other: RandomState) -> bool:
@@ -112,26 +107,59 @@ class RandomState:
             and torch.equal(self.torch_cpu, other.torch_cpu)
             and _equal(self.torch_device, other.torch_device)
             and self.python == other.python
-            and _numpy_key(self.numpy) == _numpy_key(other.numpy)
+            and self.numpy is other.numpy
         )
 
-    def restore(self, now: RandomState | None = None) -> None:
-        """Set all generators back; those that are there already, if ``now`` is their state, need no setting."""
+    def restore(self) -> None:
+        """Set all generators back."""
+        now = RandomState.now(self.device, self)
+        if now is self:
+            return
         torch.set_rng_state(self.torch_cpu)
         if self.torch_device is not None:
             torch.get_device_module(self.device).set_rng_state(self.torch_device, self.device)
-        if now is None or now.python != self.python:
+        if now.python != self.python:
             random.setstate(self.python)
-        if self.numpy is not None and (now is None or _numpy_key(now.numpy) != _numpy_key(self.numpy)):
-            sys.modules["numpy"].random.set_state(self.numpy)
+        if self.numpy is not None and now.numpy is not self.numpy:
+            self.numpy.restore()
 
 
 def _equal(first: Tensor | None, second: Tensor | None) -> bool:
     return torch.equal(first, second) if first is not None and second is not None else first is second
 
 
-def _numpy_key(state: tuple[Any, ...] | None) -> tuple[Any, ...] | None:
-    return None if state is None else (state[0], state[1].tobytes(), *state[2:])
+@dataclass(frozen=True)
+class NumpyState:
+    """The state of numpy's global generator. Reading and setting it is slow, and it rarely changes inside a model."""
+
+    state: tuple[Any, ...]
+    mark: bytes | None  # the generator's raw memory; None if it is not known how to read it
+
+    @staticmethod
+    def now(like: NumpyState | None) -> NumpyState | None:
+        """Take the present state, ``like`` itself if that is certainly equal; None where numpy is not in use."""
+        numpy = sys.modules.get("numpy")
+        if numpy is None:
+            return None
+        mark = _raw_memory(numpy)
+        # With a normal number left over from a pair, a draw need not touch the generator.
+        has_left_over = like is not None and like.state[3]
+        if like is not None and mark is not None and mark == like.mark and not has_left_over:
+            return like
+        return NumpyState(numpy.random.get_state(), mark)
+
+    def restore(self) -> None:
+        """Set the generator back."""
+        sys.modules["numpy"].random.set_state(self.state)
+
+
+def _raw_memory(numpy: Any) -> bytes | None:
+    """The 624 words and the position of the Mersenne Twister, which every draw changes."""
+    get = getattr(numpy.random, "get_bit_generator", None)  # from numpy 1.24 on
+    generator = None if get is None else get()
+    if generator is None or type(generator).__name__ != "MT19937":
+        return None
+    return ctypes.string_at(generator.ctypes.state_address, 625 * 4)
 
 
 def _attention_kernels() -> tuple[bool, ...]:
