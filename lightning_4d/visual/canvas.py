@@ -1,4 +1,4 @@
-"""The one place that imports matplotlib: figures without a global state, colours, and files that do not change by the day.
+"""The one place that makes figures of matplotlib: no global state, fixed colours, files that do not change by the day.
 
 matplotlib's ``pyplot`` keeps a list of open figures and picks a window system; neither is wanted in a training process.
 """
