@@ -1,0 +1,1 @@
+"""Which layout, will it fit, how fast, and why: a cost model of training steps and a search over layouts."""
