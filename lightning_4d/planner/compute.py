@@ -38,8 +38,11 @@ def matmul_share(machine: Machine, software: Software, c: Constants) -> Number:
 
 def matmul_seconds(m: Number, k: Number, n: Number, rate: Number, machine: Machine, c: Constants) -> Number:
     """Return the seconds of (m x k) @ (k x n); `rate` in FLOP/s is that of a large product."""
-    tiles = np.ceil(np.asarray(m) / 128) * np.ceil(np.asarray(n) / 128)
-    busy = 1 + c.tile_waves * machine.sms / tiles
+    big = np.ceil(np.asarray(m) / 256) * np.ceil(np.asarray(n) / 128) / machine.sms
+    wide = np.ceil(np.asarray(m) / 128) * np.ceil(np.asarray(n) / 256) / machine.sms
+    small = np.ceil(np.asarray(m) / 128) * np.ceil(np.asarray(n) / 128) / machine.sms
+    best = np.minimum(np.minimum(np.ceil(big), np.ceil(wide)) * 2, np.ceil(small) * 1.1)
+    busy = (best + c.tile_waves) * machine.sms * 128 * 128 / (np.asarray(m, float) * n)
     startup = 1 + c.short_reduction / np.asarray(k, float)
     compute = 2.0 * m * k * n / rate * busy * startup
     moved = 2.0 * (m * k + k * n + m * n) / (machine.bandwidth * c.memory_share)

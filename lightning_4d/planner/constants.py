@@ -52,38 +52,38 @@ class Constants:
         zero_bubble_split: extra time of a backward that is split into its two halves.
     """
 
-    matmul_a100: float = 0.70
-    matmul_h100: float = 0.68
-    matmul_h100_500w: float = 0.54
-    matmul_v100: float = 0.85
+    matmul_a100: float = 0.6903
+    matmul_h100: float = 0.5919
+    matmul_h100_500w: float = 0.4418
+    matmul_v100: float = 0.8197
     matmul_of_measured: float = 0.83
     matmul_fp8: float = 0.60
-    tile_waves: float = 0.3
-    short_reduction: float = 100.0
-    flash1_a100: float = 0.35
-    flash2_a100: float = 0.45
-    flash1_h100: float = 0.19
-    flash2_h100: float = 0.28
+    tile_waves: float = 0.05825
+    short_reduction: float = 46.58
+    flash1_a100: float = 0.3308
+    flash2_a100: float = 0.3775
+    flash1_h100: float = 0.1799
+    flash2_h100: float = 0.47
     flash3_h100: float = 0.45
-    narrow_heads: float = 0.3
-    unfused_bytes: float = 24.0
-    elementwise: float = 1.0
-    elementwise_eager: float = 2.0
-    logit_bytes: float = 24.0
+    narrow_heads: float = 0.1047
+    unfused_bytes: float = 14.11
+    elementwise: float = 0.6282
+    elementwise_eager: float = 2.071
+    logit_bytes: float = 16.32
     memory_share: float = 0.8
-    layer_seconds: float = 0.19e-3
-    step_seconds: float = 14e-3
-    straggler_seconds: float = 10e-3
-    nvlink_share: float = 0.78
-    rdma_share: float = 0.67
-    slow_fabric_share: float = 0.39
-    intra_latency: float = 0.1e-3
-    inter_latency: float = 20e-6
-    latency_power: float = 1.0
-    fsdp_overlap_loss: float = 0.24
-    dp_hidden: float = 0.78
-    p2p_exposed: float = 0.5
-    accumulate_bytes: float = 10.0
+    layer_seconds: float = 0.000205
+    step_seconds: float = 0.04817
+    straggler_seconds: float = 0.001821
+    nvlink_share: float = 0.8814
+    rdma_share: float = 0.6714
+    slow_fabric_share: float = 0.1963
+    intra_latency: float = 8.91e-05
+    inter_latency: float = 5.863e-05
+    latency_power: float = 0.7355
+    fsdp_overlap_loss: float = 0.03726
+    dp_hidden: float = 0.7544
+    p2p_exposed: float = 0.05684
+    accumulate_bytes: float = 4.585
     optimizer_bytes: float = 34.0
     zero_bubble_split: float = 0.03
 
@@ -96,9 +96,9 @@ FITTED: dict[str, tuple[float, float]] = {
     "tile_waves": (0.02, 1.5),
     "short_reduction": (10.0, 500.0),
     "flash1_a100": (0.15, 0.7),
-    "flash2_a100": (0.25, 0.75),
+    "flash2_a100": (0.36, 0.75),
     "flash1_h100": (0.1, 0.5),
-    "flash2_h100": (0.15, 0.6),
+    "flash2_h100": (0.22, 0.6),
     "narrow_heads": (0.0, 1.0),
     "unfused_bytes": (8.0, 60.0),
     "elementwise": (0.3, 3.0),
@@ -110,7 +110,7 @@ FITTED: dict[str, tuple[float, float]] = {
     "nvlink_share": (0.4, 0.9),
     "rdma_share": (0.3, 0.9),
     "slow_fabric_share": (0.1, 0.8),
-    "intra_latency": (0.01e-3, 0.5e-3),
+    "intra_latency": (10e-6, 0.3e-3),
     "inter_latency": (1e-6, 60e-6),
     "latency_power": (0.3, 1.0),
     "fsdp_overlap_loss": (0.02, 0.6),

@@ -75,6 +75,8 @@ class Software:
         early_stop: 1 where the recomputation of a block ends at the last tensor that the backward needs, which leaves
             out the block's last matrix product.
         collectives: collectives by which one block's parameters are gathered.
+        overlaps_gradients: 1 where gradients are reduced while the last microbatch's backward runs.
+        overlaps_gathers: 1 where sharded parameters are gathered ahead, while other blocks compute.
         balances_stages: 1 where blocks are dealt to pipeline ranks by cost, the head's included.
         master_bytes: bytes of optimizer state for each parameter, with the fp32 copy of the parameter if there is one.
     """
@@ -89,6 +91,8 @@ class Software:
     casts: Number = 0
     early_stop: Number = 1
     collectives: Number = 1
+    overlaps_gradients: Number = 1
+    overlaps_gathers: Number = 1
     balances_stages: Number = 1
     master_bytes: Number = 12
 

@@ -43,6 +43,8 @@ class Program:
         zero: what it shards over dp_shard where a row does not say.
         early_stop: whether recomputing a block ends at the last tensor that is needed (torch's checkpoint since 2.1).
         collectives: by which one block's parameters are gathered: 1 with FSDP.
+        overlaps_gradients: whether it reduces gradients during the last backward.
+        overlaps_gathers: whether it gathers parameters ahead.
         balances_stages: whether it deals blocks to pipeline ranks by cost.
     """
 
@@ -58,21 +60,23 @@ class Program:
     early_stop: bool = True
     collectives: int = 1
     balances_stages: bool = False
+    overlaps_gradients: bool = True
+    overlaps_gathers: bool = True
 
 
 PROGRAMS: tuple[Program, ...] = (
     # DeepSpeed ZeRO-3 of 2021 gathers each parameter by itself: 12 of a GPT block.
-    Program(r"deepspeed zero-3", "unfused", 2, zero=3, early_stop=False, collectives=12),
+    Program(r"deepspeed zero-3", "unfused", 2, zero=3, early_stop=False, collectives=12, overlaps_gathers=False),
     # Megatron-LM before FlashAttention: fused softmax, scores in memory; fp16 gradients.
-    Program(r"sc'21|2104\.04473|makefile tables|megatron-deepspeed", "unfused", 2, sequence_parallel=False, early_stop=False),
-    Program(r"bigscience|bloom", "unfused", 2, sequence_parallel=False, fabric="4x100Gb/s Omni-Path per node", early_stop=False),
-    Program(r"2205\.05198", "unfused", 2, zero=0, early_stop=False),
+    Program(r"sc'21|2104\.04473|makefile tables|megatron-deepspeed", "unfused", 2, sequence_parallel=False, early_stop=False, overlaps_gradients=False),
+    Program(r"bigscience|bloom", "unfused", 2, sequence_parallel=False, fabric="4x100Gb/s Omni-Path per node", early_stop=False, overlaps_gradients=False),
+    Program(r"2205\.05198", "unfused", 2, zero=0, early_stop=False, overlaps_gradients=False),
     # Composer: FSDP with bf16 reduction; its MPT models use Triton's FlashAttention on A100.
     Program(r"llm-foundry", "flash1", 2, zero=3),
     # torchtitan: SDPA (FlashAttention 2), fp32 reduction, eager norms and rotary embedding unless compiled.
     Program(r"torchtitan", "flash2", 4, eager=True, zero=3),
-    Program(r"nanotron", "flash2", 4, fabric="400 GB/s EFA per node", balances_stages=True),
-    Program(r"internevo|internlm", "flash2", 2, early_stop=False),
+    Program(r"nanotron", "flash2", 4, fabric="400 GB/s EFA per node", collectives=9, balances_stages=True),
+    Program(r"internevo|internlm", "flash2", 2, early_stop=False, collectives=9),
     # NeMo and Megatron-LM since 2024: cuDNN attention, fp32 or bf16 reduction, ZeRO-1.
     Program(r"nemo|megatron-bridge|megatron-lm|megatron/", "flash3", 4),
     # MaxText on GPUs: cuDNN attention, XLA fuses; GCP A3 has 8 x 100 Gb/s and TCP.
@@ -223,6 +227,8 @@ def _software(row: Row, program: Program) -> Software:
         casts=float(casts),
         early_stop=float(program.early_stop),
         collectives=float(program.collectives),
+        overlaps_gradients=float(program.overlaps_gradients),
+        overlaps_gathers=float(program.overlaps_gathers),
         balances_stages=float(program.balances_stages),
     )
 

@@ -178,7 +178,9 @@ def _sharding_seconds(
     gather = gather_seconds(parameters * software.parameter_bytes, group, machine, c, software.collectives)
     scatter = gather_seconds(parameters * software.gradient_bytes, group, machine, c, software.collectives)
     once = np.asarray(plan.zero) == 2  # gathered before a step's first forward, kept, scattered after its last backward
-    seconds = _not_hidden(gather, forward, c) + _not_hidden(np.where(once, 0.0, gather) + scatter, backward, c)
+    again = np.where(once, 0.0, gather) + scatter
+    hidden = _not_hidden(gather, forward, c) + _not_hidden(again, backward, c)
+    seconds = np.where(np.asarray(software.overlaps_gathers) > 0, hidden, gather + again)
     often = np.where(once, 1 / np.asarray(plan.microbatches, float), 1.0)
     return np.where((np.asarray(plan.zero) >= 2) & (np.asarray(group.size) > 1), seconds * often, 0.0)
 
@@ -230,13 +232,13 @@ def _data_seconds(
     is_fsdp = np.asarray(plan.zero) >= 2
     inner = Group(plan.dp_shard * plan.cp, plan.tp)
     outer = Group(plan.dp_replicate, inner.size * plan.tp)
-    buckets = stages.most
+    buckets = np.where(np.asarray(software.overlaps_gradients) > 0, stages.most, 1.0)  # else one flat buffer
     gradients = held * software.gradient_bytes
     scatter = gather_seconds(gradients, inner, machine, c, buckets)
     reduce = 2 * gather_seconds(gradients / inner.size, outer, machine, c, buckets)
-    gather = gather_seconds(held * software.parameter_bytes, inner, machine, c, buckets)
+    gather = gather_seconds(held * software.parameter_bytes, inner, machine, c, buckets * software.collectives)
     gather = np.where(shards > 1, gather, scatter)  # without shards the second half of an all-reduce
-    hidden = c.dp_hidden * backward
+    hidden = c.dp_hidden * backward * np.asarray(software.overlaps_gradients)
     inside = np.where(is_fsdp, 0.0, scatter + gather)
     return np.maximum(inside + reduce - hidden, 0.05 * (inside + reduce))
 

@@ -8,6 +8,7 @@ less where its source has many, so that no source decides alone.
 
 from __future__ import annotations
 
+import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -17,14 +18,17 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_4d.planner import constants as constants_module
 from lightning_4d.planner.accuracy import Accuracy, accuracy
 from lightning_4d.planner.constants import DEFAULT, FITTED, Constants
 from lightning_4d.planner.published import Run, read_runs, table_of
 from lightning_4d.planner.step_time import step_seconds, total_seconds
 
+SOURCE = Path(constants_module.__file__)
 RUNS = Path(__file__).parent / "published_runs.csv"
 # Where these are left out of fits, and why, is said in docs/planner.md.
 LEFT_OUT = ("TPU", "Megatron-LM README", "performance_long_sequence.md: LLAMA3-8B (FP8) - B200")
+ORDER, PULL = 1.0, 0.15
 Vector = NDArray[np.float64]
 
 
@@ -61,12 +65,13 @@ def predict(runs: Sequence[Run], c: Constants = DEFAULT) -> Vector:
 
 
 def fit(runs: Sequence[Run], names: Sequence[str] = tuple(FITTED), start: Constants = DEFAULT) -> Constants:
-    """Fit the named constants on runs."""
+    """Fit the named constants on runs; the others are those of `start`."""
     table = table_of(runs)
     published = np.array([run.seconds for run in runs])
     count = Counter(family(run) for run in runs)
     weight = np.array([count[family(run)] ** -0.25 for run in runs])
     weight /= np.sqrt(np.mean(weight**2))
+    mean_of_group, in_group = _groups(runs)
     low, high = (np.array([FITTED[name][i] for name in names]) for i in (0, 1))
     log_low, log_span = np.log(np.maximum(low, 1e-9)), np.log(high / np.maximum(low, 1e-9))
 
@@ -78,11 +83,19 @@ def fit(runs: Sequence[Run], names: Sequence[str] = tuple(FITTED), start: Consta
         c = constants(x)
         seconds = total_seconds(step_seconds(table.model, table.machine, table.software, table.plan, c))
         error = np.log(np.asarray(seconds) / published) * weight
-        return np.concatenate([_robust(error / 0.05), 0.15 * x])
+        apart = (error - mean_of_group @ error) * in_group  # what decides the order of two layouts
+        return np.concatenate([_robust(error / 0.05), ORDER * _robust(apart / 0.05), PULL * x])
 
-    at = np.array([getattr(start, name) for name in names])
-    share = np.clip((np.log(at) - log_low) / log_span, 0.02, 0.98)
-    return constants(_least_squares(residuals, np.log(share / (1 - share))))
+    return constants(_least_squares(residuals, np.zeros(len(names))))  # from the middle of the bounds
+
+
+def _groups(runs: Sequence[Run]) -> tuple[Vector, Vector]:
+    """The matrix that takes means over runs of one model on the same devices, and which runs are in such a group."""
+    names = ("layers", "hidden", "vocab", "seq_len", "gpu_type", "gpus", "model_name")
+    keys = [tuple(run.row[name] for name in names) for run in runs]
+    same = np.array([[a == b for b in keys] for a in keys], float)
+    count = same.sum(axis=1)
+    return same / count[:, None], (count > 1).astype(float)
 
 
 def _robust(error: Vector) -> Vector:
@@ -135,6 +148,14 @@ def report(runs: Sequence[Run], c: Constants) -> None:
     print(line("all, 16-bit", accuracy(whole, predict(whole, c))))
 
 
+def write(c: Constants) -> None:
+    """Put fitted values into the source file."""
+    text = SOURCE.read_text()
+    for name in FITTED:
+        text = re.sub(rf"(?m)^    {name}: float = .*$", f"    {name}: float = {getattr(c, name):.4g}", text)
+    SOURCE.write_text(text)
+
+
 def main() -> None:
     """Fit, print the constants beside those in use, and the accuracy."""
     runs = [run for run in read_runs(RUNS) if is_for_fit(run) and not run.is_fp8]
@@ -143,6 +164,8 @@ def main() -> None:
     for name in FITTED:
         print(f"    {name}: float = {getattr(c, name):.4g}  # was {getattr(DEFAULT, name):.4g} in {FITTED[name]}")
     print("after"), report(runs, c)
+    if "--write" in sys.argv:
+        write(c)
     if "--leave-out" in sys.argv:
         print("leave one source out")
         for name, found in leave_one_out(runs).items():
