@@ -47,43 +47,41 @@ class Constants:
         fsdp_overlap_loss: share of the shorter of computation and communication that does not overlap.
         dp_hidden: share of the last microbatch's backward that can hide the reduction of gradients.
         p2p_exposed: share of the transfers between stages that is not hidden.
-        accumulate_bytes: bytes moved per parameter to add a microbatch's gradients.
         optimizer_bytes: bytes moved per parameter by the optimizer's step.
         zero_bubble_split: extra time of a backward that is split into its two halves.
     """
 
-    matmul_a100: float = 0.6903
-    matmul_h100: float = 0.5919
-    matmul_h100_500w: float = 0.4418
-    matmul_v100: float = 0.8197
+    matmul_a100: float = 0.6947
+    matmul_h100: float = 0.6006
+    matmul_h100_500w: float = 0.443
+    matmul_v100: float = 0.8279
     matmul_of_measured: float = 0.83
     matmul_fp8: float = 0.60
-    tile_waves: float = 0.05825
-    short_reduction: float = 46.58
-    flash1_a100: float = 0.3308
-    flash2_a100: float = 0.3775
-    flash1_h100: float = 0.1799
-    flash2_h100: float = 0.47
+    tile_waves: float = 0.5362
+    short_reduction: float = 20.17
+    flash1_a100: float = 0.3315
+    flash2_a100: float = 0.3808
+    flash1_h100: float = 0.1786
+    flash2_h100: float = 0.4747
     flash3_h100: float = 0.45
-    narrow_heads: float = 0.1047
-    unfused_bytes: float = 14.11
-    elementwise: float = 0.6282
-    elementwise_eager: float = 2.071
-    logit_bytes: float = 16.32
+    narrow_heads: float = 0.121
+    unfused_bytes: float = 15.74
+    elementwise: float = 0.6509
+    elementwise_eager: float = 2.095
+    logit_bytes: float = 3.103
     memory_share: float = 0.8
-    layer_seconds: float = 0.000205
-    step_seconds: float = 0.04817
-    straggler_seconds: float = 0.001821
-    nvlink_share: float = 0.8814
-    rdma_share: float = 0.6714
-    slow_fabric_share: float = 0.1963
-    intra_latency: float = 8.91e-05
-    inter_latency: float = 5.863e-05
-    latency_power: float = 0.7355
-    fsdp_overlap_loss: float = 0.03726
-    dp_hidden: float = 0.7544
-    p2p_exposed: float = 0.05684
-    accumulate_bytes: float = 4.585
+    layer_seconds: float = 0.0001129
+    step_seconds: float = 0.055
+    straggler_seconds: float = 0.002053
+    nvlink_share: float = 0.8811
+    rdma_share: float = 0.6947
+    slow_fabric_share: float = 0.2016
+    intra_latency: float = 7.56e-05
+    inter_latency: float = 5.862e-05
+    latency_power: float = 0.7342
+    fsdp_overlap_loss: float = 0.0431
+    dp_hidden: float = 0.7188
+    p2p_exposed: float = 0.0573
     optimizer_bytes: float = 34.0
     zero_bubble_split: float = 0.03
 
@@ -93,7 +91,7 @@ FITTED: dict[str, tuple[float, float]] = {
     "matmul_h100": (0.4, 0.80),
     "matmul_h100_500w": (0.35, 0.80),
     "matmul_v100": (0.5, 0.95),
-    "tile_waves": (0.02, 1.5),
+    "tile_waves": (0.5, 1.5),
     "short_reduction": (10.0, 500.0),
     "flash1_a100": (0.15, 0.7),
     "flash2_a100": (0.36, 0.75),
@@ -116,7 +114,6 @@ FITTED: dict[str, tuple[float, float]] = {
     "fsdp_overlap_loss": (0.02, 0.6),
     "dp_hidden": (0.2, 1.0),
     "p2p_exposed": (0.05, 1.0),
-    "accumulate_bytes": (4.0, 40.0),
 }
 """Bounds of the constants that are fitted."""
 

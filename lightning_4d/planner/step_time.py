@@ -100,7 +100,7 @@ def step_seconds(
     worth = np.asarray(software.balances_stages) * head / sum(np.asarray(value) for value in block.values())
     stages = Stages.of(model.layers, plan.pp, worth)
     exposed_p2p = _pipeline_seconds(model, machine, plan, c)
-    accumulate = _accumulate_seconds(model, machine, plan, stages, c)
+    accumulate = _accumulate_seconds(model, machine, software, plan, stages, c)
     middle, last = (n * sum(block.values()) for n in (stages.most, stages.last))
     head_is_slow = last + head > middle
     blocks = np.where(head_is_slow, stages.last, stages.most)
@@ -203,9 +203,12 @@ def _held(model: ModelFacts, plan: Plan, stages: Stages) -> Number:
     return (stages.most * model.block_parameters + ends) / plan.tp
 
 
-def _accumulate_seconds(model: ModelFacts, machine: Machine, plan: Plan, stages: Stages, c: Constants) -> Number:
+def _accumulate_seconds(
+    model: ModelFacts, machine: Machine, software: Software, plan: Plan, stages: Stages, c: Constants
+) -> Number:
+    """Adding a microbatch's 16-bit gradients to those of the step: read both, write the sum."""
     held = _held(model, plan, stages)
-    bytes_ = c.accumulate_bytes * held / np.where(np.asarray(plan.zero) >= 3, plan.dp_shard * plan.cp, 1)
+    bytes_ = (2 + 2 * np.asarray(software.gradient_bytes)) * held / np.where(np.asarray(plan.zero) >= 3, plan.dp_shard * plan.cp, 1)
     return np.where(np.asarray(plan.microbatches) > 1, bytes_ / (machine.bandwidth * c.memory_share), 0.0)
 
 
