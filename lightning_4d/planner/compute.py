@@ -7,11 +7,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from lightning_4d.planner.constants import Constants
-from lightning_4d.planner.facts import Machine, Plan, Software
+from lightning_4d.planner.facts import MATMUL, Machine, Plan, Software
 from lightning_4d.planner.model import ModelFacts
 from lightning_4d.planner.numbers import Number, choose
 
 __all__ = ["BlockSeconds", "block_seconds", "head_seconds", "matmul_seconds", "matmul_share"]
+
+
+H100_500W = MATMUL.index("h100_500w")
 
 
 @dataclass(frozen=True)
@@ -81,7 +84,8 @@ def _attention_seconds(model: ModelFacts, machine: Machine, software: Software, 
     ampere = choose(software.attention, 1.0, c.flash1_a100, c.flash2_a100, c.flash2_a100)
     hopper = choose(software.attention, 1.0, c.flash1_h100, c.flash2_h100, c.flash3_h100)
     narrow = np.minimum(1.0, (np.asarray(model.head_dim) / 128) ** c.narrow_heads)  # short reductions feed the units badly
-    fused = flops / (machine.peak * np.where(np.asarray(machine.hopper) > 0, hopper, ampere) * narrow)
+    held_back = np.where(np.asarray(machine.matmul_kind) == H100_500W, c.matmul_h100_500w / c.matmul_h100, 1.0)
+    fused = flops / (machine.peak * held_back * np.where(np.asarray(machine.hopper) > 0, hopper, ampere) * narrow)
     return np.where(np.asarray(software.attention) > 0, fused, _unfused_seconds(model, machine, plan, c))
 
 

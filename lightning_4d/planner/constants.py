@@ -51,37 +51,37 @@ class Constants:
         zero_bubble_split: extra time of a backward that is split into its two halves.
     """
 
-    matmul_a100: float = 0.6947
-    matmul_h100: float = 0.6006
-    matmul_h100_500w: float = 0.443
-    matmul_v100: float = 0.8279
+    matmul_a100: float = 0.695
+    matmul_h100: float = 0.6174
+    matmul_h100_500w: float = 0.5229
+    matmul_v100: float = 0.814
     matmul_of_measured: float = 0.83
     matmul_fp8: float = 0.60
-    tile_waves: float = 0.5362
-    short_reduction: float = 20.17
-    flash1_a100: float = 0.3315
-    flash2_a100: float = 0.3808
-    flash1_h100: float = 0.1786
-    flash2_h100: float = 0.4747
+    tile_waves: float = 0.5211
+    short_reduction: float = 40.88
+    flash1_a100: float = 0.326
+    flash2_a100: float = 0.4278
+    flash1_h100: float = 0.1729
+    flash2_h100: float = 0.2578
     flash3_h100: float = 0.45
-    narrow_heads: float = 0.121
-    unfused_bytes: float = 15.74
-    elementwise: float = 0.6509
-    elementwise_eager: float = 2.095
-    logit_bytes: float = 3.103
+    narrow_heads: float = 0.05787
+    unfused_bytes: float = 14.43
+    elementwise: float = 0.5353
+    elementwise_eager: float = 1.927
+    logit_bytes: float = 11.05
     memory_share: float = 0.8
-    layer_seconds: float = 0.0001129
-    step_seconds: float = 0.055
-    straggler_seconds: float = 0.002053
-    nvlink_share: float = 0.8811
-    rdma_share: float = 0.6947
-    slow_fabric_share: float = 0.2016
-    intra_latency: float = 7.56e-05
-    inter_latency: float = 5.862e-05
-    latency_power: float = 0.7342
-    fsdp_overlap_loss: float = 0.0431
-    dp_hidden: float = 0.7188
-    p2p_exposed: float = 0.0573
+    layer_seconds: float = 2.395e-05
+    step_seconds: float = 0.05346
+    straggler_seconds: float = 0.001442
+    nvlink_share: float = 0.8282
+    rdma_share: float = 0.6252
+    slow_fabric_share: float = 0.1912
+    intra_latency: float = 7.842e-05
+    inter_latency: float = 3.234e-05
+    latency_power: float = 0.8188
+    fsdp_overlap_loss: float = 0.1492
+    dp_hidden: float = 0.7587
+    p2p_exposed: float = 0.1112
     optimizer_bytes: float = 34.0
     zero_bubble_split: float = 0.03
 
@@ -92,28 +92,28 @@ FITTED: dict[str, tuple[float, float]] = {
     "matmul_h100_500w": (0.35, 0.80),
     "matmul_v100": (0.5, 0.95),
     "tile_waves": (0.5, 1.5),
-    "short_reduction": (10.0, 500.0),
+    "short_reduction": (30.0, 300.0),
     "flash1_a100": (0.15, 0.7),
-    "flash2_a100": (0.36, 0.75),
+    "flash2_a100": (0.42, 0.65),
     "flash1_h100": (0.1, 0.5),
-    "flash2_h100": (0.22, 0.6),
+    "flash2_h100": (0.25, 0.42),
     "narrow_heads": (0.0, 1.0),
     "unfused_bytes": (8.0, 60.0),
     "elementwise": (0.3, 3.0),
     "elementwise_eager": (0.6, 6.0),
-    "logit_bytes": (2.0, 60.0),
+    "logit_bytes": (8.0, 40.0),
     "layer_seconds": (0.02e-3, 0.6e-3),
-    "step_seconds": (1e-3, 60e-3),
-    "straggler_seconds": (1e-3, 50e-3),
-    "nvlink_share": (0.4, 0.9),
-    "rdma_share": (0.3, 0.9),
-    "slow_fabric_share": (0.1, 0.8),
+    "step_seconds": (2e-3, 60e-3),
+    "straggler_seconds": (1e-3, 30e-3),
+    "nvlink_share": (0.65, 0.84),
+    "rdma_share": (0.5, 0.85),
+    "slow_fabric_share": (0.15, 0.6),
     "intra_latency": (10e-6, 0.3e-3),
     "inter_latency": (1e-6, 60e-6),
     "latency_power": (0.3, 1.0),
-    "fsdp_overlap_loss": (0.02, 0.6),
+    "fsdp_overlap_loss": (0.03, 0.5),
     "dp_hidden": (0.2, 1.0),
-    "p2p_exposed": (0.05, 1.0),
+    "p2p_exposed": (0.1, 1.0),
 }
 """Bounds of the constants that are fitted."""
 

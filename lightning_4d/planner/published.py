@@ -292,7 +292,7 @@ def _published_seconds(row: Row, model: ModelFacts, plan: Plan) -> float:
 
 
 def flops_per_token(model: ModelFacts, convention: str) -> float:
-    """Return training FLOPs per token as a source counts them; where it does not say, causal attention by half."""
+    """Return training FLOPs per token as a source counts them; where it does not say, as PaLM did."""
     matrices = model.layers * (model.attention_parameters + model.ffn_parameters)
     logits = model.vocab * model.hidden
     core = 12 * model.layers * model.query_width * model.seq_len
@@ -301,9 +301,9 @@ def flops_per_token(model: ModelFacts, convention: str) -> float:
         return float(96 * layers * h**2 * (1 + length / (6 * h) + vocab / (16 * layers * h)))
     if "incl_emb" in convention:
         return float(6 * (matrices + logits * (2 - model.tied)) + core)
-    if "full_attn" in convention:
-        return float(6 * (matrices + logits) + core)
-    return float(6 * (matrices + logits) + core / 2)
+    if "causal" in convention:
+        return float(6 * (matrices + logits) + core / 2)
+    return float(6 * (matrices + logits) + core)
 
 
 def _int(row: Row, name: str) -> int:
