@@ -36,6 +36,7 @@ class Constants:
         logit_bytes: bytes moved per logit by the loss, forward and backward.
         memory_share: share of the memory bandwidth that kernels reach.
         layer_seconds: launch overhead of one pass through a block.
+        blocking_seconds: likewise, added where launches are blocking: 97.2 against 91.0 TFLOP/s of one 200B model.
         step_seconds: what a step costs whatever it computes.
         straggler_seconds: what a step waits for the slowest rank, for each doubling of the number of nodes.
         nvlink_share: share of the fast domain's bandwidth that collectives reach.
@@ -51,37 +52,38 @@ class Constants:
         zero_bubble_split: extra time of a backward that is split into its two halves.
     """
 
-    matmul_a100: float = 0.695
-    matmul_h100: float = 0.6174
-    matmul_h100_500w: float = 0.5229
-    matmul_v100: float = 0.814
+    matmul_a100: float = 0.7022
+    matmul_h100: float = 0.6189
+    matmul_h100_500w: float = 0.5271
+    matmul_v100: float = 0.8153
     matmul_of_measured: float = 0.83
     matmul_fp8: float = 0.60
-    tile_waves: float = 0.5211
-    short_reduction: float = 40.88
-    flash1_a100: float = 0.326
-    flash2_a100: float = 0.4278
-    flash1_h100: float = 0.1729
-    flash2_h100: float = 0.2578
+    tile_waves: float = 0.5171
+    short_reduction: float = 38.88
+    flash1_a100: float = 0.3243
+    flash2_a100: float = 0.4258
+    flash1_h100: float = 0.1737
+    flash2_h100: float = 0.2574
     flash3_h100: float = 0.45
-    narrow_heads: float = 0.05787
-    unfused_bytes: float = 14.43
-    elementwise: float = 0.5353
-    elementwise_eager: float = 1.927
-    logit_bytes: float = 11.05
+    narrow_heads: float = 0.04728
+    unfused_bytes: float = 15.12
+    elementwise: float = 0.5776
+    elementwise_eager: float = 2.008
+    logit_bytes: float = 12.22
     memory_share: float = 0.8
-    layer_seconds: float = 2.395e-05
-    step_seconds: float = 0.05346
-    straggler_seconds: float = 0.001442
-    nvlink_share: float = 0.8282
-    rdma_share: float = 0.6252
-    slow_fabric_share: float = 0.1912
-    intra_latency: float = 7.842e-05
-    inter_latency: float = 3.234e-05
-    latency_power: float = 0.8188
-    fsdp_overlap_loss: float = 0.1492
-    dp_hidden: float = 0.7587
-    p2p_exposed: float = 0.1112
+    layer_seconds: float = 2.375e-05
+    blocking_seconds: float = 0.84e-3
+    step_seconds: float = 0.05064
+    straggler_seconds: float = 0.001325
+    nvlink_share: float = 0.8248
+    rdma_share: float = 0.6925
+    slow_fabric_share: float = 0.2266
+    intra_latency: float = 5.408e-05
+    inter_latency: float = 3.096e-05
+    latency_power: float = 0.8262
+    fsdp_overlap_loss: float = 0.171
+    dp_hidden: float = 0.5776
+    p2p_exposed: float = 0.1026
     optimizer_bytes: float = 34.0
     zero_bubble_split: float = 0.03
 

@@ -77,6 +77,7 @@ class Software:
         collectives: collectives by which one block's parameters are gathered.
         overlaps_gradients: 1 where gradients are reduced while the last microbatch's backward runs.
         overlaps_gathers: 1 where sharded parameters are gathered ahead, while other blocks compute.
+        blocking: 1 where every kernel launch waits for the kernel (CUDA_LAUNCH_BLOCKING).
         balances_stages: 1 where blocks are dealt to pipeline ranks by cost, the head's included.
         master_bytes: bytes of optimizer state for each parameter, with the fp32 copy of the parameter if there is one.
     """
@@ -93,6 +94,7 @@ class Software:
     collectives: Number = 1
     overlaps_gradients: Number = 1
     overlaps_gathers: Number = 1
+    blocking: Number = 0
     balances_stages: Number = 1
     master_bytes: Number = 12
 

@@ -45,6 +45,7 @@ class Program:
         collectives: by which one block's parameters are gathered: 1 with FSDP.
         overlaps_gradients: whether it reduces gradients during the last backward.
         overlaps_gathers: whether it gathers parameters ahead.
+        blocking: whether it ran with CUDA_LAUNCH_BLOCKING=1.
         balances_stages: whether it deals blocks to pipeline ranks by cost.
     """
 
@@ -62,6 +63,7 @@ class Program:
     balances_stages: bool = False
     overlaps_gradients: bool = True
     overlaps_gathers: bool = True
+    blocking: bool = False
 
 
 PROGRAMS: tuple[Program, ...] = (
@@ -69,7 +71,7 @@ PROGRAMS: tuple[Program, ...] = (
     Program(r"deepspeed zero-3", "unfused", 2, zero=3, early_stop=False, collectives=12, overlaps_gathers=False),
     # Megatron-LM before FlashAttention: fused softmax, scores in memory; fp16 gradients.
     Program(r"sc'21|2104\.04473|makefile tables|megatron-deepspeed", "unfused", 2, sequence_parallel=False, early_stop=False, overlaps_gradients=False),
-    Program(r"bigscience|bloom", "unfused", 2, sequence_parallel=False, fabric="4x100Gb/s Omni-Path per node", early_stop=False, overlaps_gradients=False),
+    Program(r"bigscience|bloom", "unfused", 2, sequence_parallel=False, fabric="4x100Gb/s Omni-Path per node", early_stop=False, overlaps_gradients=False, blocking=True),
     Program(r"2205\.05198", "unfused", 2, zero=0, early_stop=False, overlaps_gradients=False),
     # Composer: FSDP with bf16 reduction; its MPT models use Triton's FlashAttention on A100.
     Program(r"llm-foundry", "flash1", 2, zero=3),
@@ -229,6 +231,7 @@ def _software(row: Row, program: Program) -> Software:
         collectives=float(program.collectives),
         overlaps_gradients=float(program.overlaps_gradients),
         overlaps_gathers=float(program.overlaps_gathers),
+        blocking=float(program.blocking),
         balances_stages=float(program.balances_stages),
     )
 

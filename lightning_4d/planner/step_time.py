@@ -139,7 +139,7 @@ def _block_parts(
         "attention": work.attention_forward + split * work.attention_backward,
         "elementwise": work.elementwise_forward + split * work.elementwise_backward,
         "recompute": recompute,
-        "launch": c.layer_seconds * (3 + np.asarray(again.matmul)),
+        "launch": (c.layer_seconds + c.blocking_seconds * np.asarray(software.blocking)) * (3 + np.asarray(again.matmul)),
         "tensor": _tensor_seconds(model, machine, software, plan, c) * (4 + 2 * runs_again),
         "context": _context_seconds(work, model, machine, plan, c),
     }
