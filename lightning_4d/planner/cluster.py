@@ -10,9 +10,13 @@ from dataclasses import dataclass
 
 from lightning_4d.errors import PlanError, explain
 from lightning_4d.planner.facts import MATMUL, Machine
+from lightning_4d.planner.numbers import GIB
 from lightning_4d.utilization.hardware import ACCELERATORS, lookup
 
 __all__ = ["ClusterFacts", "DeviceFacts", "device_facts"]
+
+
+USABLE = 0.99  # of the memory, which makers sell as GB and build as GiB; the driver keeps the rest
 
 
 @dataclass(frozen=True)
@@ -210,7 +214,7 @@ class ClusterFacts:
             matmul_kind=MATMUL.index(device.matmul_kind),
             measured_share=device.measured_share,
             bandwidth=device.bandwidth_gbs * 1e9,
-            memory=device.memory_gb * 1e9,
+            memory=device.memory_gb * GIB * USABLE,
             sms=device.sms,
             hopper=float(device.hopper),
             link=device.link_gbs * 1e9,

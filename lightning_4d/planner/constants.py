@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["DEFAULT", "FITTED", "Constants"]
+__all__ = ["DEFAULT", "FITTED", "FITTED_MEMORY", "Constants"]
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,11 @@ class Constants:
         dp_hidden: share of the last microbatch's backward that can hide the reduction of gradients.
         p2p_exposed: share of the transfers between stages that is not hidden.
         optimizer_bytes: bytes moved per parameter by the optimizer's step.
-        zero_bubble_split: extra time of a backward that is split into its two halves.
+        activation_slack: activations in memory, as a multiple of those that are needed (fragments, temporaries).
+        runtime_memory: bytes of the runtime, its libraries and communication buffers.
+        activation_slack: float = 1.2
+    runtime_memory: float = 5.558e+09
+    zero_bubble_split: extra time of a backward that is split into its two halves.
     """
 
     matmul_a100: float = 0.7022
@@ -85,6 +89,8 @@ class Constants:
     dp_hidden: float = 0.5776
     p2p_exposed: float = 0.1026
     optimizer_bytes: float = 34.0
+    activation_slack: float = 1.026
+    runtime_memory: float = 5.558e+09
     zero_bubble_split: float = 0.03
 
 
@@ -94,7 +100,7 @@ FITTED: dict[str, tuple[float, float]] = {
     "matmul_h100_500w": (0.35, 0.80),
     "matmul_v100": (0.5, 0.95),
     "tile_waves": (0.5, 1.5),
-    "short_reduction": (30.0, 300.0),
+    "short_reduction": (30, 300.0),
     "flash1_a100": (0.15, 0.7),
     "flash2_a100": (0.42, 0.65),
     "flash1_h100": (0.1, 0.5),
@@ -118,5 +124,11 @@ FITTED: dict[str, tuple[float, float]] = {
     "p2p_exposed": (0.1, 1.0),
 }
 """Bounds of the constants that are fitted."""
+
+FITTED_MEMORY: dict[str, tuple[float, float]] = {
+    "activation_slack": (1.0, 1.1),
+    "runtime_memory": (1.5e9, 6e9),
+}
+"""Likewise of the memory model."""
 
 DEFAULT = Constants()

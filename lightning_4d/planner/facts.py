@@ -80,6 +80,12 @@ class Software:
         blocking: 1 where every kernel launch waits for the kernel (CUDA_LAUNCH_BLOCKING).
         balances_stages: 1 where blocks are dealt to pipeline ranks by cost, the head's included.
         master_bytes: bytes of optimizer state for each parameter, with the fp32 copy of the parameter if there is one.
+        gradient_memory: bytes of a gradient in memory; more than on the wire where 16-bit ones are added to fp32 ones.
+        dropout: 1 where blocks have dropout.
+        logit_memory: bytes of memory per logit: 4 with a fused loss, 6 with Megatron's, about 12 with plain torch.
+        bucket_bytes: of fixed communication buffers.
+        fp32_copies: 1 where norms and rotations keep copies in fp32.
+        fp32_parameters: 1 where parameters are fp32 and cast for computation, also without FSDP.
     """
 
     attention: Number = 2
@@ -97,6 +103,12 @@ class Software:
     blocking: Number = 0
     balances_stages: Number = 1
     master_bytes: Number = 12
+    gradient_memory: Number = 4
+    fp32_parameters: Number = 0
+    dropout: Number = 0
+    logit_memory: Number = 4
+    bucket_bytes: Number = 0
+    fp32_copies: Number = 0
 
 
 @dataclass(frozen=True)
@@ -120,7 +132,7 @@ RECOMPUTE: dict[str, Recompute] = {
     "none": Recompute(0.0, 0.0, 0.0, 1.0),
     "full": Recompute(1.0, 1.0, 1.0, 0.0),
     "attention": Recompute(0.0, 1.0, 0.1, 1.0),  # the attention core only
-    "selective": Recompute(0.5, 0.0, 1.0, 0.4),  # torch's operator policy: every second matrix product is kept
+    "selective": Recompute(0.5, 0.0, 1.0, 0.33),  # torch's operator policy: every second matrix product is kept
     "every_2": Recompute(0.5, 0.5, 0.5, 0.5),  # every other block
     "minimal": Recompute(0.0, 0.0, 1.0, 0.6),  # matrix products and attention are kept, the rest runs again
 }

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from lightning_4d.planner.cluster import ClusterFacts, DeviceFacts, device_facts
 from lightning_4d.planner.facts import ATTENTION, RECOMPUTE, SCHEDULES, Machine, Plan, Recompute, Software
 from lightning_4d.planner.model import ModelFacts
+from lightning_4d.planner.numbers import GIB
 
 __all__ = ["PROGRAMS", "Run", "Table", "read_runs", "read_table", "table_of"]
 
@@ -46,6 +47,11 @@ class Program:
         overlaps_gradients: whether it reduces gradients during the last backward.
         overlaps_gathers: whether it gathers parameters ahead.
         blocking: whether it ran with CUDA_LAUNCH_BLOCKING=1.
+        gradient_memory: bytes of a gradient in memory, where it is more than on the wire.
+        master_bytes: of optimizer state for each parameter; 16 where fp16 gradients are copied to fp32 for the step.
+        logit_memory: bytes of memory per logit: 4 with a fused loss, 12 with plain torch.
+        bucket_bytes: of fixed communication buffers: DeepSpeed reduces and gathers through 5e8 elements each.
+        fp32_copies: whether norms and rotations keep copies in fp32.
         balances_stages: whether it deals blocks to pipeline ranks by cost.
     """
 
@@ -64,6 +70,11 @@ class Program:
     overlaps_gradients: bool = True
     overlaps_gathers: bool = True
     blocking: bool = False
+    gradient_memory: int = 0
+    master_bytes: int = 12
+    logit_memory: int = 4
+    bucket_bytes: float = 0.0
+    fp32_copies: bool = False
 
 
 PROGRAMS: tuple[Program, ...] = (
@@ -71,13 +82,13 @@ PROGRAMS: tuple[Program, ...] = (
     Program(r"deepspeed zero-3", "unfused", 2, zero=3, early_stop=False, collectives=12, overlaps_gathers=False),
     # Megatron-LM before FlashAttention: fused softmax, scores in memory; fp16 gradients.
     Program(r"sc'21|2104\.04473|makefile tables|megatron-deepspeed", "unfused", 2, sequence_parallel=False, early_stop=False, overlaps_gradients=False),
-    Program(r"bigscience|bloom", "unfused", 2, sequence_parallel=False, fabric="4x100Gb/s Omni-Path per node", early_stop=False, overlaps_gradients=False, blocking=True),
+    Program(r"bigscience|bloom", "unfused", 2, sequence_parallel=False, fabric="4x100Gb/s Omni-Path per node", early_stop=False, overlaps_gradients=False, blocking=True, master_bytes=16, logit_memory=6, bucket_bytes=2e9),
     Program(r"2205\.05198", "unfused", 2, zero=0, early_stop=False, overlaps_gradients=False),
     # Composer: FSDP with bf16 reduction; its MPT models use Triton's FlashAttention on A100.
     Program(r"llm-foundry", "flash1", 2, zero=3),
     # torchtitan: SDPA (FlashAttention 2), fp32 reduction, eager norms and rotary embedding unless compiled.
-    Program(r"torchtitan", "flash2", 4, eager=True, zero=3),
-    Program(r"nanotron", "flash2", 4, fabric="400 GB/s EFA per node", collectives=9, balances_stages=True),
+    Program(r"torchtitan", "flash2", 4, eager=True, zero=3, logit_memory=12, fp32_copies=True),
+    Program(r"nanotron", "flash2", 4, fabric="400 GB/s EFA per node", collectives=9, balances_stages=True, logit_memory=10, fp32_copies=True),
     Program(r"internevo|internlm", "flash2", 2, early_stop=False, collectives=9),
     # NeMo and Megatron-LM since 2024: cuDNN attention, fp32 or bf16 reduction, ZeRO-1.
     Program(r"nemo|megatron-bridge|megatron-lm|megatron/", "flash3", 4),
@@ -140,7 +151,7 @@ def read_run(row: Row) -> Run | None:
     plan = _plan(row, program)
     machine = _machine(row, program)
     seconds = _published_seconds(row, model, plan)
-    memory = _float(row, "memory_gib_per_gpu") * (2**30 if "titan" in row["id"] else 1e9)
+    memory = _float(row, "memory_gib_per_gpu") * GIB
     return Run(row, model, machine, _software(row, program), plan, seconds, memory)
 
 
@@ -232,6 +243,12 @@ def _software(row: Row, program: Program) -> Software:
         overlaps_gradients=float(program.overlaps_gradients),
         overlaps_gathers=float(program.overlaps_gathers),
         blocking=float(program.blocking),
+        logit_memory=float(program.logit_memory),
+        fp32_copies=float(program.fp32_copies),
+        bucket_bytes=program.bucket_bytes,
+        dropout=float(program.attention == "unfused"),
+        master_bytes=12.0 if fp32_gradients else float(program.master_bytes),
+        gradient_memory=6.0 if fp32_gradients else float(program.gradient_memory or program.gradient_bytes),
         balances_stages=float(program.balances_stages),
     )
 

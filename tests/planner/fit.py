@@ -20,7 +20,9 @@ from numpy.typing import NDArray
 
 from lightning_4d.planner import constants as constants_module
 from lightning_4d.planner.accuracy import Accuracy, accuracy
-from lightning_4d.planner.constants import DEFAULT, FITTED, Constants
+from lightning_4d.planner.constants import DEFAULT, FITTED, FITTED_MEMORY, Constants
+from lightning_4d.planner.memory import memory_bytes
+from lightning_4d.planner.numbers import GIB
 from lightning_4d.planner.published import Run, read_runs, table_of
 from lightning_4d.planner.step_time import step_seconds, total_seconds
 
@@ -148,22 +150,66 @@ def report(runs: Sequence[Run], c: Constants) -> None:
     print(line("all, 16-bit", accuracy(whole, predict(whole, c))))
 
 
+def fit_memory(runs: Sequence[Run], start: Constants = DEFAULT) -> Constants:
+    """Fit the memory model's constants: on published memory, and so that what ran is predicted to fit."""
+    told = [run for run in runs if run.memory == run.memory and "torchtitan" not in run.row["source"]]
+    ran = [run for run in runs if ran_in_16_bit(run)]
+    names = tuple(FITTED_MEMORY)
+    low, high = (np.array([FITTED_MEMORY[name][i] for name in names]) for i in (0, 1))
+    published = np.array([run.memory for run in told])
+    capacity = np.array([float(run.machine.memory) for run in ran])
+
+    def constants(x: Vector) -> Constants:
+        values = low * (high / low) ** (1 / (1 + np.exp(-x)))
+        return replace(start, **{name: float(value) for name, value in zip(names, values)})
+
+    def residuals(x: Vector) -> Vector:
+        error = np.log(predict_memory(told, constants(x)) / published)
+        excess = np.maximum(0, np.log(predict_memory(ran, constants(x)) / capacity))
+        return np.concatenate([_robust(error / 0.05), _robust(excess / 0.05), PULL * x])
+
+    return constants(_least_squares(residuals, np.zeros(len(names))))
+
+
+def predict_memory(runs: Sequence[Run], c: Constants = DEFAULT) -> Vector:
+    """Bytes of the fullest device of runs."""
+    table = table_of(runs)
+    return np.asarray(memory_bytes(table.model, table.software, table.plan, c).total)
+
+
+def ran_in_16_bit(run: Run) -> bool:
+    """Whether a run on GPUs is known to have fit, and how it recomputed."""
+    return run.is_gpu and run.row["status"] != "oom" and bool(run.row["activation_ckpt"]) and not run.is_fp8
+
+
+def report_memory(runs: Sequence[Run], c: Constants) -> None:
+    """Print the memory's errors, and whether runs that were out of memory are predicted so."""
+    told = [run for run in runs if run.memory == run.memory and "torchtitan" not in run.row["source"]]
+    errors = np.abs(predict_memory(told, c) / np.array([run.memory for run in told]) - 1)
+    print(f"memory: {len(told)} rows, median {np.median(errors):.1%}, p90 {np.quantile(errors, 0.9):.1%}")
+    out = [run for run in runs if run.row["status"] == "oom"]
+    for run, bytes_ in zip(out, predict_memory(out, c)):
+        print(f"    {run.row['id']}: {bytes_ / GIB:.0f} of {float(run.machine.memory) / GIB:.0f} GiB, published out of memory")
+
+
 def write(c: Constants) -> None:
     """Put fitted values into the source file."""
     text = SOURCE.read_text()
-    for name in FITTED:
+    for name in (*FITTED, *FITTED_MEMORY):
         text = re.sub(rf"(?m)^    {name}: float = .*$", f"    {name}: float = {getattr(c, name):.4g}", text)
     SOURCE.write_text(text)
 
 
 def main() -> None:
     """Fit, print the constants beside those in use, and the accuracy."""
-    runs = [run for run in read_runs(RUNS) if is_for_fit(run) and not run.is_fp8]
+    everything = read_runs(RUNS)
+    runs = [run for run in everything if is_for_fit(run) and not run.is_fp8]
     print("before"), report(runs, DEFAULT)
-    c = fit(runs)
-    for name in FITTED:
-        print(f"    {name}: float = {getattr(c, name):.4g}  # was {getattr(DEFAULT, name):.4g} in {FITTED[name]}")
+    c = fit_memory(everything, fit(runs))
+    for name in (*FITTED, *FITTED_MEMORY):
+        print(f"    {name}: float = {getattr(c, name):.4g}  # was {getattr(DEFAULT, name):.4g}")
     print("after"), report(runs, c)
+    report_memory(everything, c)
     if "--write" in sys.argv:
         write(c)
     if "--leave-out" in sys.argv:
