@@ -26,6 +26,7 @@ class DeviceFacts:
     Attributes:
         name: of the device.
         peak: dense 16-bit peak, FLOP/s.
+        peak_fp32: peak of fp32 products as torch runs them by default, FLOP/s.
         peak_fp8: dense fp8 peak, FLOP/s; that of 16 bit where there is no fp8.
         memory_gb: device memory in GB, as sold.
         bandwidth_gbs: memory bandwidth, GB/s.
@@ -41,6 +42,7 @@ class DeviceFacts:
     name: str
     peak: float
     peak_fp8: float
+    peak_fp32: float
     memory_gb: float
     bandwidth_gbs: float
     link_gbs: float
@@ -112,6 +114,7 @@ def device_facts(name: str) -> DeviceFacts:
         name=name if held_back else row.name,
         peak=peak,
         peak_fp8=row.tflops.get("fp8", 0.0) * 1e12 or peak,
+        peak_fp32=row.tflops.get("fp32", peak / 16e12) * 1e12,
         memory_gb=96 if held_back else row.memory_gb or 0,
         bandwidth_gbs=2400 if held_back else row.bandwidth_gbs or 0,
         link_gbs=200 if "A800" in name.upper() else row.link_gbs or 16,
@@ -205,11 +208,12 @@ class ClusterFacts:
         """All devices."""
         return self.nodes * self.devices_per_node
 
-    def machine(self) -> Machine:
-        """Return the cluster as the cost model takes it."""
+    def machine(self, *, fp32: bool = False) -> Machine:
+        """Return the cluster as the cost model takes it, at its 16-bit rate or at that of fp32."""
         device, nan = self.device, float("nan")
+        peak = device.peak_fp32 if fp32 else device.peak
         return Machine(
-            peak=device.peak,
+            peak=peak,
             peak_fp8=device.peak_fp8,
             matmul_kind=MATMUL.index(device.matmul_kind),
             measured_share=device.measured_share,
@@ -221,7 +225,7 @@ class ClusterFacts:
             node=self.devices_per_node,
             network=self.network_gbs * 1e9,
             slow_fabric=float(self.slow_fabric),
-            matmul_share=self.matmul_tflops * 1e12 / device.peak if self.matmul_tflops else nan,
+            matmul_share=self.matmul_tflops * 1e12 / peak if self.matmul_tflops else nan,
             network_share=self.measured_network_gbs / self.network_gbs if self.measured_network_gbs else nan,
             link_share=self.measured_link_gbs / device.link_gbs if self.measured_link_gbs else nan,
         )

@@ -52,45 +52,45 @@ class Constants:
         activation_slack: activations in memory, as a multiple of those that are needed (fragments, temporaries).
         runtime_memory: bytes of the runtime, its libraries and communication buffers.
         activation_slack: float = 1.2
-    runtime_memory: float = 5.558e+09
+    runtime_memory: float = 5.478e+09
     zero_bubble_split: extra time of a backward that is split into its two halves.
     """
 
-    matmul_a100: float = 0.7022
+    matmul_a100: float = 0.7029
     matmul_h100: float = 0.6189
-    matmul_h100_500w: float = 0.5271
-    matmul_v100: float = 0.8153
+    matmul_h100_500w: float = 0.5191
+    matmul_v100: float = 0.8158
     matmul_of_measured: float = 0.83
     matmul_fp8: float = 0.60
-    tile_waves: float = 0.5171
-    short_reduction: float = 38.88
-    flash1_a100: float = 0.3243
-    flash2_a100: float = 0.4258
-    flash1_h100: float = 0.1737
-    flash2_h100: float = 0.2574
+    tile_waves: float = 0.518
+    short_reduction: float = 39.28
+    flash1_a100: float = 0.3248
+    flash2_a100: float = 0.4256
+    flash1_h100: float = 0.174
+    flash2_h100: float = 0.2753
     flash3_h100: float = 0.45
-    narrow_heads: float = 0.04728
-    unfused_bytes: float = 15.12
-    elementwise: float = 0.5776
-    elementwise_eager: float = 2.008
-    logit_bytes: float = 12.22
+    narrow_heads: float = 0.05618
+    unfused_bytes: float = 14.82
+    elementwise: float = 0.5958
+    elementwise_eager: float = 2.039
+    logit_bytes: float = 11.19
     memory_share: float = 0.8
-    layer_seconds: float = 2.375e-05
+    layer_seconds: float = 2.719e-05
     blocking_seconds: float = 0.84e-3
-    step_seconds: float = 0.05064
-    straggler_seconds: float = 0.001325
-    nvlink_share: float = 0.8248
-    rdma_share: float = 0.6925
-    slow_fabric_share: float = 0.2266
-    intra_latency: float = 5.408e-05
-    inter_latency: float = 3.096e-05
-    latency_power: float = 0.8262
-    fsdp_overlap_loss: float = 0.171
-    dp_hidden: float = 0.5776
-    p2p_exposed: float = 0.1026
+    step_seconds: float = 0.04988
+    straggler_seconds: float = 0.00128
+    nvlink_share: float = 0.8168
+    rdma_share: float = 0.692
+    slow_fabric_share: float = 0.2247
+    intra_latency: float = 4.58e-05
+    inter_latency: float = 5.264e-05
+    latency_power: float = 0.7495
+    fsdp_overlap_loss: float = 0.1573
+    dp_hidden: float = 0.5941
+    p2p_exposed: float = 0.112
     optimizer_bytes: float = 34.0
-    activation_slack: float = 1.026
-    runtime_memory: float = 5.558e+09
+    activation_slack: float = 1.003
+    runtime_memory: float = 5.478e+09
     zero_bubble_split: float = 0.03
 
 

@@ -85,6 +85,7 @@ class Software:
         logit_memory: bytes of memory per logit: 4 with a fused loss, 6 with Megatron's, about 12 with plain torch.
         bucket_bytes: of fixed communication buffers.
         fp32_copies: 1 where norms and rotations keep copies in fp32.
+        width_bytes: bytes of an activation: 2, or 4 in fp32.
         fp32_parameters: 1 where parameters are fp32 and cast for computation, also without FSDP.
     """
 
@@ -105,6 +106,7 @@ class Software:
     master_bytes: Number = 12
     gradient_memory: Number = 4
     fp32_parameters: Number = 0
+    width_bytes: Number = 2
     dropout: Number = 0
     logit_memory: Number = 4
     bucket_bytes: Number = 0

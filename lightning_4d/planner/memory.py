@@ -14,7 +14,7 @@ from lightning_4d.planner.constants import DEFAULT, Constants
 from lightning_4d.planner.facts import Plan, Software
 from lightning_4d.planner.model import ModelFacts
 from lightning_4d.planner.numbers import Number
-from lightning_4d.planner.stages import Stages
+from lightning_4d.planner.stages import Stages, stages_of
 
 __all__ = ["MEMORY_COMPONENTS", "Memory", "activation_bytes", "memory_bytes"]
 
@@ -40,17 +40,9 @@ class Memory:
         return sum(np.asarray(part) for part in self.parts.values())
 
 
-def memory_bytes(
-    model: ModelFacts, software: Software, plan: Plan, c: Constants = DEFAULT, head_in_blocks: Number = 0.0
-) -> Memory:
-    """Return the memory of the fullest device.
-
-    Args:
-        model, software, plan: the facts.
-        c: the constants.
-        head_in_blocks: the head's cost in blocks, where the software deals blocks to stages by cost.
-    """
-    stages = Stages.of(model.layers, plan.pp, head_in_blocks)
+def memory_bytes(model: ModelFacts, software: Software, plan: Plan, c: Constants = DEFAULT) -> Memory:
+    """Return the memory of the fullest device."""
+    stages = stages_of(model, software, plan)
     first = _rank_parts(model, software, plan, stages, c, is_last=False)
     last = _rank_parts(model, software, plan, stages, c, is_last=True)
     is_last = sum(np.asarray(part) for part in last.values()) > sum(np.asarray(part) for part in first.values())
@@ -76,7 +68,7 @@ def _rank_parts(
     logits = has_logits * software.logit_memory * tokens * model.vocab / plan.tp
     parts["logits"] = np.maximum(0.0, logits - c.activation_slack * backward)
     # Outputs are kept until their backward, and one is on its way in each direction.
-    hidden = 2.0 * plan.micro_batch * model.seq_len / plan.cp * model.hidden
+    hidden = software.width_bytes * plan.micro_batch * model.seq_len / plan.cp * model.hidden
     split = np.where(np.asarray(software.sequence_parallel) > 0, plan.tp, 1)
     parts["buffers"] = np.where(pipelined, (in_flight * plan.virtual + 2) * hidden / split, 0.0)
     parts["runtime"] = c.runtime_memory + np.asarray(software.bucket_bytes, float)
@@ -91,13 +83,14 @@ def _states(model: ModelFacts, software: Software, plan: Plan, held: Number, tab
     """
     zero, group = np.asarray(plan.zero), np.asarray(plan.dp_shard * plan.cp, float)
     shards = np.where(zero >= 1, group, 1.0)
-    is_fsdp = ((zero >= 2) | (np.asarray(software.fp32_parameters) > 0)) & (np.asarray(software.fp32_parameters) >= 0)
-    is_fsdp = is_fsdp & (shards >= 1)
+    is_fsdp = (zero >= 2) | (np.asarray(software.fp32_parameters) > 0)
     gradient = np.asarray(software.gradient_memory, float)
     per_step = (zero == 2) & (np.asarray(plan.microbatches) > 1)  # gradients stay whole until the step's last backward
     two_blocks = 2 * model.block_parameters / plan.tp + tables
     whole = np.where(zero == 2, held, np.minimum(two_blocks, held))
-    copies = np.where(is_fsdp & (shards > 1), whole * 2.0, np.where(is_fsdp, held * 2.0, 0.0))
+    # Gathered blocks; without shards, autocast's copies of all weights.
+    copied = np.where(shards > 1, software.parameter_bytes, 2.0 * np.asarray(software.casts))
+    copies = np.where(is_fsdp, copied * np.where(shards > 1, whole, held), 0.0)
     gathered_gradients = np.where(is_fsdp & (shards > 1), model.block_parameters / plan.tp * 4.0, 0.0)
     return {
         "parameters": np.where(is_fsdp, held * 4 / shards, held * 2),
@@ -134,9 +127,10 @@ def activation_bytes(model: ModelFacts, software: Software, plan: Plan) -> tuple
     ffn = inner * model.ffn_hidden / plan.tp
     scores = 5 * model.heads * model.seq_len / plan.tp * (np.asarray(software.attention) == 0)
     copies = 1 + 0.25 * np.asarray(software.fp32_copies)
-    whole = tokens * (copies * (stream + attention + ffn) + scores)
-    block_input = 2 * tokens * model.hidden / split
+    wide = np.asarray(software.width_bytes) / 2
+    whole = wide * tokens * (copies * (stream + attention + ffn) + scores)
+    block_input = wide * 2 * tokens * model.hidden / split
     core_again = np.asarray(plan.recompute.attention) * np.asarray(plan.recompute.matmul < 0.25)
-    kept = plan.recompute.kept * (whole - core_again * tokens * scores)
+    kept = plan.recompute.kept * (whole - core_again * wide * tokens * scores)
     is_whole = np.asarray(plan.recompute.kept) >= 1
     return whole, np.where(is_whole, kept, kept + block_input)

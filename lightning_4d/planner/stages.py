@@ -6,9 +6,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from lightning_4d.planner.facts import Plan, Software
+from lightning_4d.planner.model import ModelFacts
 from lightning_4d.planner.numbers import Number, ceil_div
 
-__all__ = ["Stages"]
+__all__ = ["Stages", "stages_of"]
 
 
 @dataclass(frozen=True)
@@ -55,3 +57,10 @@ class Stages:
         most = np.where(even, layers / pp, np.where(spare, slots, uneven))
         last = np.where(even, layers / pp, np.where(spare, slots - 1, np.floor(layers / pp)))
         return cls(most, last)
+
+
+def stages_of(model: ModelFacts, software: Software, plan: Plan) -> Stages:
+    """Return the stages of plans: by cost where the software balances, the head weighed by its FLOPs."""
+    head = model.head_rows * model.embedding_parameters
+    block = model.seq_len * (model.attention_parameters + model.ffn_parameters) + model.attention_flops / 2
+    return Stages.of(model.layers, plan.pp, np.asarray(software.balances_stages) * head / block)

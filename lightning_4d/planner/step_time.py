@@ -15,7 +15,7 @@ from lightning_4d.planner.facts import Machine, Plan, Software
 from lightning_4d.planner.model import ModelFacts
 from lightning_4d.planner.network import Group, gather_seconds, transfer_seconds
 from lightning_4d.planner.numbers import Number, ratio
-from lightning_4d.planner.stages import Stages
+from lightning_4d.planner.stages import Stages, stages_of
 
 __all__ = ["COMPONENTS", "step_seconds", "total_seconds"]
 
@@ -50,8 +50,7 @@ def step_seconds(
     work = block_seconds(model, machine, software, plan, c)
     block = _block_parts(work, model, machine, software, plan, c)
     head = head_seconds(model, machine, plan, c)
-    worth = np.asarray(software.balances_stages) * head / sum(np.asarray(value) for value in block.values())
-    stages = Stages.of(model.layers, plan.pp, worth)
+    stages = stages_of(model, software, plan)
     exposed_p2p = _pipeline_seconds(model, machine, plan, c)
     accumulate = _accumulate_seconds(model, machine, software, plan, stages, c)
     middle, last = (n * sum(block.values()) for n in (stages.most, stages.last))
@@ -113,7 +112,11 @@ def _context_seconds(work: BlockSeconds, model: ModelFacts, machine: Machine, pl
     once = gather_seconds(bytes_, Group(plan.cp, plan.tp), machine, c)
     forward = _not_hidden(once, work.attention_forward, c)
     backward = _not_hidden(2 * once, work.attention_backward, c)
-    return np.where(np.asarray(plan.cp) > 1, forward + backward, 0.0)
+    # Each hop but the first merges its part of the output (fp32 and its logsumexp) into what is there; backward likewise.
+    tokens = plan.micro_batch * model.seq_len / plan.cp
+    merged = (np.asarray(plan.cp) - 1) * tokens * model.query_width / plan.tp
+    merge = merged * (12 + 24) / (machine.bandwidth * c.memory_share) + 3 * (np.asarray(plan.cp) - 1) * c.layer_seconds
+    return np.where(np.asarray(plan.cp) > 1, forward + backward + merge, 0.0)
 
 
 def _not_hidden(communication: Number, computation: Number, c: Constants) -> Number:
