@@ -86,6 +86,7 @@ class Software:
         bucket_bytes: of fixed communication buffers.
         fp32_copies: 1 where norms and rotations keep copies in fp32.
         width_bytes: bytes of an activation: 2, or 4 in fp32.
+        step_bytes: bytes of temporaries of the optimizer's step for each of its parameters.
         fp32_parameters: 1 where parameters are fp32 and cast for computation, also without FSDP.
     """
 
@@ -110,6 +111,7 @@ class Software:
     dropout: Number = 0
     logit_memory: Number = 4
     bucket_bytes: Number = 0
+    step_bytes: Number = 0
     fp32_copies: Number = 0
 
 

@@ -52,7 +52,7 @@ def memory_bytes(model: ModelFacts, software: Software, plan: Plan, c: Constants
 def _rank_parts(
     model: ModelFacts, software: Software, plan: Plan, stages: Stages, c: Constants, *, is_last: bool
 ) -> dict[str, Number]:
-    blocks = stages.last if is_last else stages.most
+    blocks = stages.last if is_last else stages.first
     pipelined = np.asarray(plan.pp) > 1
     tables = np.where(pipelined, model.embedding_parameters, model.other_parameters) / plan.tp
     held = blocks * model.block_parameters / plan.tp + tables
@@ -70,7 +70,9 @@ def _rank_parts(
     # Outputs are kept until their backward, and one is on its way in each direction.
     hidden = software.width_bytes * plan.micro_batch * model.seq_len / plan.cp * model.hidden
     split = np.where(np.asarray(software.sequence_parallel) > 0, plan.tp, 1)
-    parts["buffers"] = np.where(pipelined, (in_flight * plan.virtual + 2) * hidden / split, 0.0)
+    step = software.step_bytes * held / np.where(np.asarray(plan.zero) >= 1, plan.dp_shard * plan.cp, 1)
+    step = np.maximum(0.0, step - parts["activations"] - parts["logits"])  # those are gone when the optimizer steps
+    parts["buffers"] = step + np.where(pipelined, (in_flight * plan.virtual + 2) * hidden / split, 0.0)
     parts["runtime"] = c.runtime_memory + np.asarray(software.bucket_bytes, float)
     return parts
 
@@ -95,7 +97,7 @@ def _states(model: ModelFacts, software: Software, plan: Plan, held: Number, tab
     return {
         "parameters": np.where(is_fsdp, held * 4 / shards, held * 2),
         "gradients": np.where(is_fsdp, held * 4 / np.where(per_step, 1.0, shards), held * gradient),
-        "optimizer": np.where(is_fsdp, held * 8, held * software.master_bytes) / shards,
+        "optimizer": held * np.where(is_fsdp, software.master_bytes - 4, software.master_bytes) / shards,
         "gathered": copies + gathered_gradients,
     }
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import csv
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from lightning_4d.planner.cluster import ClusterFacts, DeviceFacts, device_facts
 from lightning_4d.planner.facts import ATTENTION, RECOMPUTE, SCHEDULES, Machine, Plan, Recompute, Software
 from lightning_4d.planner.model import ModelFacts
 from lightning_4d.planner.numbers import GIB
+from lightning_4d.planner.presets import MODELS
 
 __all__ = ["PROGRAMS", "Run", "Table", "read_runs", "read_table", "table_of"]
 
@@ -52,6 +53,8 @@ class Program:
         logit_memory: bytes of memory per logit: 4 with a fused loss, 12 with plain torch.
         bucket_bytes: of fixed communication buffers: DeepSpeed reduces and gathers through 5e8 elements each.
         fp32_copies: whether norms and rotations keep copies in fp32.
+        pp_microbatches: whether it cuts a batch into as many microbatches as stages where a row does not say.
+        step_bytes: of temporaries of the optimizer's step: 8 where it is not fused, 4 more for fp32 copies of gradients.
         balances_stages: whether it deals blocks to pipeline ranks by cost.
     """
 
@@ -75,6 +78,8 @@ class Program:
     logit_memory: int = 4
     bucket_bytes: float = 0.0
     fp32_copies: bool = False
+    pp_microbatches: bool = False
+    step_bytes: int = 0
 
 
 PROGRAMS: tuple[Program, ...] = (
@@ -87,9 +92,9 @@ PROGRAMS: tuple[Program, ...] = (
     # Composer: FSDP with bf16 reduction; its MPT models use Triton's FlashAttention on A100.
     Program(r"llm-foundry", "flash1", 2, zero=3),
     # torchtitan: SDPA (FlashAttention 2), fp32 reduction, eager norms and rotary embedding unless compiled.
-    Program(r"torchtitan", "flash2", 4, eager=True, zero=3, logit_memory=12, fp32_copies=True),
+    Program(r"torchtitan", "flash2", 4, eager=True, zero=3, logit_memory=12, fp32_copies=True, pp_microbatches=True),
     Program(r"nanotron", "flash2", 4, fabric="400 GB/s EFA per node", collectives=9, balances_stages=True, logit_memory=10, fp32_copies=True),
-    Program(r"internevo|internlm", "flash2", 2, early_stop=False, collectives=9),
+    Program(r"internevo|internlm", "flash2", 2, early_stop=False, collectives=9, logit_memory=10, step_bytes=12),
     # NeMo and Megatron-LM since 2024: cuDNN attention, fp32 or bf16 reduction, ZeRO-1.
     Program(r"nemo|megatron-bridge|megatron-lm|megatron/", "flash3", 4),
     # MaxText on GPUs: cuDNN attention, XLA fuses; GCP A3 has 8 x 100 Gb/s and TCP.
@@ -136,16 +141,13 @@ class Run:
 
 
 def read_runs(path: str | Path) -> list[Run]:
-    """Read a CSV file of published runs; a row without a model's sizes or without devices is left out."""
+    """Read a CSV file of published runs, every row of it."""
     with open(path, newline="") as file:
-        runs = (read_run(row) for row in csv.DictReader(file))
-        return [run for run in runs if run is not None]
+        return [read_run(row) for row in csv.DictReader(file)]
 
 
-def read_run(row: Row) -> Run | None:
-    """Read one row, or return None where it does not say enough for a prediction."""
-    if not _int(row, "layers") or not _int(row, "gpus"):
-        return None
+def read_run(row: Row) -> Run:
+    """Read one row. Sizes that it leaves blank are those of the preset that the model's name tells."""
     program = program_of(row)
     model = _model(row)
     plan = _plan(row, program)
@@ -159,6 +161,8 @@ def read_run(row: Row) -> Run | None:
 
 
 def _model(row: Row) -> ModelFacts:
+    if not _int(row, "layers") or not _int(row, "hidden"):
+        return _preset(row)
     hidden = _int(row, "hidden")
     head_dim = _int(row, "head_dim") or 128
     heads = _int(row, "heads") or hidden // head_dim
@@ -173,6 +177,17 @@ def _model(row: Row) -> ModelFacts:
     # GPT models tie the head to the embedding, models with gated feed-forward parts usually do not.
     is_tied = outside < 1.5 * bare.embedding_parameters if total == total else matrices == 2
     return ModelFacts(*(float(size) for size in sizes), bare.seq_len, tied=float(is_tied), name=row["model_name"])
+
+
+def _preset(row: Row) -> ModelFacts:
+    """The preset whose name is most like the row's model, else the one with the nearest number of parameters."""
+    name = row["model_name"].lower().replace(" ", "-")
+    known = MODELS.get(name)
+    if known is None:
+        total = _float(row, "params_total")
+        usual = total if total > 0 else 7e9
+        known = min(MODELS.values(), key=lambda model: abs(float(np.log(model.parameters / usual))))
+    return replace(known, seq_len=float(_int(row, "seq_len") or np.asarray(known.seq_len)), name=row["model_name"])
 
 
 def _usual_vocabulary(row: Row) -> int:
@@ -190,12 +205,13 @@ def _usual_vocabulary(row: Row) -> int:
 def _machine(row: Row, program: Program) -> Machine:
     device = device_facts(row["gpu_type"])
     node = _int(row, "gpus_per_node") or device.usual_node
+    devices = max(1, _int(row, "gpus"))
     network, is_slow = _network(row["interconnect"], device, node)
     if network is None:
         network, is_slow = _network(program.fabric, device, node)
     cluster = ClusterFacts(
         device=device,
-        nodes=max(1, -(-_int(row, "gpus") // node)),
+        nodes=max(1, -(-devices // node)),
         devices_per_node=node,
         network_gbs=device.usual_network_gbs if network is None else network,
         slow_fabric=is_slow,
@@ -245,6 +261,7 @@ def _software(row: Row, program: Program) -> Software:
         blocking=float(program.blocking),
         logit_memory=float(program.logit_memory),
         fp32_copies=float(program.fp32_copies),
+        step_bytes=float(program.step_bytes),
         bucket_bytes=program.bucket_bytes,
         dropout=float(program.attention == "unfused"),
         master_bytes=12.0 if fp32_gradients else float(program.master_bytes),
@@ -262,8 +279,11 @@ def _plan(row: Row, program: Program) -> Plan:
     shard = _int(row, "dp_shard") or (1 if _int(row, "dp_replicate") else dp)
     replicate = _int(row, "dp_replicate") or max(1, dp // shard)
     zero = _int(row, "zero_stage") if row["zero_stage"] else program.zero
-    samples = _int(row, "global_batch_sequences") or dp
-    micro = _int(row, "micro_batch") or max(1, samples // dp // max(1, pp if pp > 1 else 1))
+    told = re.search(r"micro_num (\d+)", row["notes"])
+    samples = _int(row, "global_batch_sequences") or dp * (_int(row, "micro_batch") or 1) * (int(told[1]) if told else 1)
+    # Blank: pipelines take single samples, except torchtitan's, which by default cut a batch into pp microbatches.
+    usual = 1 if pp > 1 and not program.pp_microbatches else samples // dp // pp
+    micro = _int(row, "micro_batch") or max(1, usual)
     micro = min(micro, max(1, samples // dp))
     interleaved = "interleaved" in row["schedule"] or _int(row, "virtual_pp") > 1
     virtual = (_int(row, "virtual_pp") or (program.virtual if interleaved else 1)) if pp > 1 else 1

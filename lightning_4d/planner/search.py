@@ -27,7 +27,7 @@ from lightning_4d.planner.step_time import COMPONENTS, step_seconds, total_secon
 __all__ = ["Candidate", "Search", "search", "smallest"]
 
 Floats = NDArray[np.float64]
-MARGIN = 0.01  # how much faster a plan must be for each further model-parallel axis
+MARGIN = 0.01  # how much faster a plan must be for each further axis
 HEADROOM = 0.95  # of the memory that a plan may take: the model is off by a few per cent, and allocators leave fragments
 
 
@@ -186,9 +186,9 @@ def search(
 
 
 def _simplicity(space: Space, rows: NDArray[np.int64]) -> Floats:
-    """A penalty for each model-parallel axis that is used: differences below the model's accuracy decide nothing."""
+    """A penalty for each axis beside replication that is used: differences below the model's accuracy decide nothing."""
     plan = space.plan
-    used = sum((np.asarray(size)[rows] > 1).astype(float) for size in (plan.pp, plan.cp, plan.tp))
+    used = sum((np.asarray(size)[rows] > 1).astype(float) for size in (plan.pp, plan.dp_shard, plan.cp, plan.tp))
     return 1 + MARGIN * used
 
 

@@ -22,10 +22,12 @@ class Stages:
     Programs that cut by cost give the last rank as many blocks less as the head is worth.
 
     Attributes:
+        first: blocks of the first rank.
         most: blocks of the rank with most of them.
         last: blocks of the last rank, which also has the head.
     """
 
+    first: Number
     most: Number
     last: Number
 
@@ -35,7 +37,8 @@ class Stages:
         pp = np.asarray(pp, float)
         by_count, by_cost = cls._by_count(layers, pp), cls._by_cost(layers, pp, head)
         wanted = (np.asarray(head) > 0) & (pp > 1)
-        return cls(np.where(wanted, by_cost.most, by_count.most), np.where(wanted, by_cost.last, by_count.last))
+        pairs = ((by_cost.first, by_count.first), (by_cost.most, by_count.most), (by_cost.last, by_count.last))
+        return cls(*(np.where(wanted, cost, count) for cost, count in pairs))
 
     @classmethod
     def _by_cost(cls, layers: Number, pp: Number, head: Number) -> Stages:
@@ -47,7 +50,8 @@ class Stages:
             options.append((np.maximum(most, last + head), most, last))
         first = options[0][0] <= options[1][0]
         most, last = (np.where(first, options[0][i], options[1][i]) for i in (1, 2))
-        return cls(np.maximum(most, last), last)
+        most = np.maximum(most, last)
+        return cls(np.minimum(most, np.maximum(np.rint((layers + head) / pp), 1)), most, last)
 
     @classmethod
     def _by_count(cls, layers: Number, pp: Number) -> Stages:
@@ -56,7 +60,7 @@ class Stages:
         uneven = ceil_div(layers, pp)
         most = np.where(even, layers / pp, np.where(spare, slots, uneven))
         last = np.where(even, layers / pp, np.where(spare, slots - 1, np.floor(layers / pp)))
-        return cls(most, last)
+        return cls(most, most, last)
 
 
 def stages_of(model: ModelFacts, software: Software, plan: Plan) -> Stages:
