@@ -284,6 +284,8 @@ def _plan(row: Row, program: Program) -> Plan:
     # Blank: pipelines take single samples, except torchtitan's, which by default cut a batch into pp microbatches.
     usual = 1 if pp > 1 and not program.pp_microbatches else samples // dp // pp
     micro = _int(row, "micro_batch") or max(1, usual)
+    if "sequences per chip" in row["notes"]:
+        micro *= tp * cp
     micro = min(micro, max(1, samples // dp))
     interleaved = "interleaved" in row["schedule"] or _int(row, "virtual_pp") > 1
     virtual = (_int(row, "virtual_pp") or (program.virtual if interleaved else 1)) if pp > 1 else 1
