@@ -161,16 +161,16 @@ class Schedule:
     holds_all: bool = False
 
 
-# Zero-bubble schedules: F - (B + W) = W of 1F1B's bubble F + B + W is filled by weight gradients; with F = B = W a third
-# is left. V schedules fill it where there are enough microbatches; DualPipe's left-over is (p/2 - 1)(F&B + B - 3W).
+# Zero-bubble schedules put weight gradients into 1F1B's bubble (p - 1)(F + B + W): with F = B = W a third is left. Of V
+# schedules the first forwards' way through the ranks is left, which is as much (tests simulate it).
 SCHEDULES: tuple[Schedule, ...] = (
     Schedule("1f1b", 1, 1.0),
     Schedule("gpipe", 1, 1.0, holds_all=True),
     Schedule("interleaved_1f1b", 0, 1.0),
     Schedule("looped_bfs", 0, 1.0, holds_all=True),
     Schedule("interleaved_zero_bubble", 0, 1 / 3, splits_backward=True),
-    Schedule("zbv", 2, 0.1, splits_backward=True),
-    Schedule("dualpipev", 2, 0.2, splits_backward=True),
+    Schedule("zbv", 2, 1 / 3, splits_backward=True),
+    Schedule("dualpipev", 2, 1 / 3, splits_backward=True),
 )
 
 
