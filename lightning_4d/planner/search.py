@@ -26,6 +26,10 @@ from lightning_4d.planner.step_time import COMPONENTS, step_seconds, total_secon
 
 __all__ = ["Candidate", "Search", "search", "smallest"]
 
+CPU_RUNTIME = 0.4e9  # of a process with torch and Lightning, in bytes
+# Processes of one machine talk through memory, by gloo; kernels start at once and are small.
+_CPU = {"layer_seconds": 50e-6, "step_seconds": 5e-3, "intra_latency": 0.2e-3}
+
 Floats = NDArray[np.float64]
 MARGIN = 0.01  # how much faster a plan must be for each further axis
 HEADROOM = 0.95  # of the memory that a plan may take: the model is off by a few per cent, and allocators leave fragments
@@ -168,6 +172,8 @@ def search(
     Raises:
         PlanError: no legal layout at all (the batch divides none, or the limits contradict each other).
     """
+    if cluster.device.name == "CPU":
+        constants = replace(constants, runtime_memory=CPU_RUNTIME, **_CPU)
     space = enumerate_plans(model, cluster.devices, batch, limits)
     if not len(space):
         raise PlanError(_no_layout(model, cluster, batch, limits))

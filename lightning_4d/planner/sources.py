@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import fields, replace
 from pathlib import Path
@@ -15,7 +16,9 @@ from lightning_4d.planner.cluster import ClusterFacts, DeviceFacts, device_facts
 from lightning_4d.planner.model import ModelFacts
 from lightning_4d.planner.presets import CLUSTERS, MODELS
 
-__all__ = ["cluster_facts", "from_hugging_face", "model_facts"]
+LOCAL_CPU = "local-cpu"
+
+__all__ = ["LOCAL_CPU", "cluster_facts", "from_hugging_face", "model_facts"]
 
 
 def model_facts(name: str) -> ModelFacts:
@@ -134,10 +137,10 @@ def _first(config: Mapping[str, Any], size: str, kind: str, default: int | None 
 
 
 def cluster_facts(name: str, devices: int | None = None) -> ClusterFacts:
-    """Return a cluster by a preset's name, by a device's name ("H100"), or from a YAML file of `ClusterFacts`.
+    """Return a cluster by a preset's name, by a device's name ("H100"), from a YAML file of `ClusterFacts`, or this machine.
 
     Args:
-        name: the name, or the path of the file. There ``device`` is a name, or a mapping of `DeviceFacts`.
+        name: the name, or the path of the file, or "local-cpu". In a file ``device`` is a name, or a mapping of `DeviceFacts`.
         devices: how many devices; whole nodes, or less than one. None: what the preset or the file says.
 
     Raises:
@@ -146,6 +149,8 @@ def cluster_facts(name: str, devices: int | None = None) -> ClusterFacts:
     >>> cluster_facts("dgx-h100", 16).nodes
     2
     """
+    if name.lower() == LOCAL_CPU:
+        return _local_cpu(devices or os.cpu_count() or 1)
     if name.lower() in CLUSTERS:
         cluster = CLUSTERS[name.lower()]
     elif Path(name).is_file():
@@ -153,6 +158,16 @@ def cluster_facts(name: str, devices: int | None = None) -> ClusterFacts:
     else:
         cluster = _of_device(name)
     return cluster if devices is None else with_devices(cluster, devices)
+
+
+def _local_cpu(processes: int) -> ClusterFacts:
+    """This machine's processor and memory, shared by so many processes."""
+    cores = (os.cpu_count() or 1) / processes
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / processes
+    # Tens of GFLOP/s and GB/s for each core: good enough to compare layouts of one machine.
+    rate = 40e9 * cores
+    device = DeviceFacts("CPU", rate, rate, rate, memory / 2**30, 10 * cores, 5.0, 1, measured_share=0.9, usual_node=processes)
+    return ClusterFacts(device, 1, processes, 5.0, name=LOCAL_CPU)
 
 
 def _of_device(name: str) -> ClusterFacts:
