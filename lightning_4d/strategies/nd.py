@@ -45,7 +45,9 @@ from lightning_4d.mesh import Mesh
 from lightning_4d.parallel.blocks import find_blocks
 from lightning_4d.parallel.data import DataParallel, DataParallelOptions, MetaInitialization, shard, sharded
 from lightning_4d.parallel.gradients import Elsewhere
+from lightning_4d.strategies import random_state
 from lightning_4d.strategies.checkpointing import CheckpointTranslator
+from lightning_4d.strategies.data_position import seed_workers
 from lightning_4d.strategies.evaluation import EvaluationBalance
 from lightning_4d.strategies.failure import Failure
 from lightning_4d.strategies.pipeline_metrics import reduce_over
@@ -265,6 +267,7 @@ class NDStrategy(ParallelStrategy):
         self.accelerator.setup(trainer)
         refuse_unsupported(trainer, self)
         self._checkpoints.agree_on_path()
+        random_state.share(self.mesh, self.layout)
         self._data = self._shard(trainer)
         self._checkpoints.load_pending_model()
         _allow_autograd_after_evaluation(trainer)
@@ -328,6 +331,16 @@ class NDStrategy(ParallelStrategy):
         """Whether the blocks are divided into pipeline stages."""
         return self.layout.pipeline_parallel_size > 1
 
+    @property
+    def gathers_for_stage(self) -> bool:
+        """Whether this rank gathers what its pipeline stages hold for a single-file checkpoint."""
+        coordinate = self.mesh.coordinate
+        return all(coordinate[axis] == 0 for axis in coordinate if axis != "pp")
+
+    def saved_elsewhere(self) -> set[str]:
+        """Names of the state dict that another pipeline rank saves."""
+        return self._pipeline.saved_elsewhere(self._module) if self.has_stages else set()
+
     def _elsewhere(self) -> Elsewhere | None:
         if not self.has_stages:
             return None
@@ -342,6 +355,7 @@ class NDStrategy(ParallelStrategy):
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
+        seed_workers(dataloader, self.data_parallel_rank)
         return self._checkpoints.resumable(dataloader)
 
     @override

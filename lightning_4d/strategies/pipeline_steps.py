@@ -17,7 +17,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 
-from lightning_4d.absent import Released
+from lightning_4d.absent import Released, is_absent
 from lightning_4d.errors import UnsupportedError, explain
 from lightning_4d.parallel.blocks import Block
 from lightning_4d.parallel.pipeline.announce import Announcement
@@ -120,6 +120,11 @@ class PipelineSteps:
         names = [name for name, _ in module.named_parameters()]
         decided = self._strategy.broadcast((plan, plan.parameter_stages(record, names)))
         self._plan, self._parameter_stages = decided
+        self._names = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+        last = self._plan.stages - 1
+        self._tail_modules = frozenset(
+            name.rpartition(".")[0] for name, stages in self._parameter_stages.items() if stages == {last}
+        )
 
     def _starts(self, trainer: Trainer, module: LightningModule, piece: Any, record: StepRecord) -> list[int]:
         ranks = self._strategy.layout.pipeline_parallel_size
@@ -177,6 +182,27 @@ class PipelineSteps:
                 group = dist.new_group(members, use_local_synchronization=True)
                 shared.append(_Shared(module, names, group, members[0], is_first=self._rank == ranks[0]))
         return shared
+
+    def saved_elsewhere(self, module: LightningModule) -> set[str]:
+        """Return the names of the state dict that another rank saves: what it holds, or counts, or what it changes."""
+        counted = {id(p) for shared in self._shared if not shared.is_first for p in shared.parameters()}
+        named = module.named_parameters(remove_duplicate=False)
+        parameters = {name for name, p in named if is_absent(p) or id(p) in counted}
+        assert self._plan is not None
+        plan, tail = self._plan, self._tail_modules
+        buffers = {
+            name
+            for name in module.state_dict()
+            if name not in self._names and self._buffer_rank(name, plan, tail) != self._rank
+        }
+        return parameters | buffers
+
+    def _buffer_rank(self, name: str, plan: StagePlan, tail: frozenset[str]) -> int:
+        """The rank that may change a buffer: its block's, the last for the tail's modules, else the first."""
+        for number, block in enumerate(plan.order):
+            if name.startswith(block + "."):
+                return plan.ranks[plan.stage_of(number)]
+        return plan.ranks[-1] if name.rpartition(".")[0] in tail else plan.ranks[0]
 
     def counted_elsewhere(self) -> set[nn.Parameter]:
         """Return the parameters here that a norm over all stages counts on another rank."""
