@@ -1,0 +1,272 @@
+"""The trace of what a user's step makes of one microbatch: which tensors hold rows, and the program of the scalars.
+
+`TailTrace` is a `TorchFunctionMode`: it sees each torch function that the step calls (not what those call in turn) and costs a few
+microseconds per call. It changes no value, except that a mean over valid targets is taken as a sum and a division.
+"""
+
+from __future__ import annotations
+
+import operator
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from lightning_4d.parallel.pipeline.combine import LeafValue
+from lightning_4d.parallel.pipeline.leaves import RULES
+from lightning_4d.parallel.pipeline.scalars import Constant, Leaf, Node, Number, Operation, operation_name
+
+__all__ = ["MIXED", "ROWS", "TailTrace", "TracedFloat"]
+
+
+class _Mark:
+    """What is known of a tensor with dims."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+    def __repr__(self) -> str:
+        return self.text
+
+
+ROWS = _Mark("values of samples")
+MIXED = _Mark("values of samples that use a value of the whole batch")
+
+Tag = _Mark | Node
+
+_LITERAL = (bool, str, bytes, type(None))
+_CONTENT_FREE = frozenset("zeros_like ones_like full_like new_zeros new_ones new_full new_tensor".split())
+_UNFILLED = frozenset("empty empty_like new_empty empty_strided new_empty_strided".split())  # a kernel of the user fills them
+
+
+class TracedFloat(float):
+    """What `item()` returns while a trace is on: a float that remembers the program it came from through + - * /."""
+
+    __slots__ = ("node", "trace")
+    node: Node
+    trace: TailTrace
+
+    @classmethod
+    def of(cls, value: float, node: Node, trace: TailTrace) -> TracedFloat:
+        """`value`, computed by `node` of `trace`."""
+        made = cls(value)
+        made.node, made.trace = node, trace
+        return made
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return float, (float(self),)
+
+
+def _arithmetic(name: str) -> Callable[[TracedFloat, Any], Any]:
+    plain = getattr(float, f"__{name}__")
+    func = getattr(operator, name.removeprefix("r") if name != "rsub" else "sub")
+    swapped = name.startswith("r")
+
+    def method(self: TracedFloat, other: Any) -> Any:
+        value = plain(self, other)
+        if value is NotImplemented or not self.trace.open:
+            return value
+        pair = (other, self) if swapped else (self, other)
+        return TracedFloat.of(value, Operation(func, self.trace.describe(pair), {}), self.trace)
+
+    return method
+
+
+def _comparison(name: str) -> Callable[[TracedFloat, Any], bool]:
+    plain, func = getattr(float, f"__{name}__"), getattr(operator, name)
+
+    def method(self: TracedFloat, other: Any) -> bool:
+        outcome = plain(self, other)
+        if isinstance(outcome, bool) and self.trace.open:
+            self.trace.conditions.append((Operation(func, self.trace.describe((self, other)), {}), outcome))
+        return outcome
+
+    return method
+
+
+for _name in ("lt", "le", "gt", "ge"):
+    setattr(TracedFloat, f"__{_name}__", _comparison(_name))
+for _name in ("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv"):
+    setattr(TracedFloat, f"__{_name}__", _arithmetic(_name))
+
+
+class TailTrace(TorchFunctionMode):
+    """Traces one microbatch; enter it around the user's step, on the rank that runs the loss.
+
+    Tensors that come from the batch's rows or from the blocks are to be named with `rows`; all others count as constants, which are
+    compared between microbatches.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open = False
+        self.leaves: list[LeafValue] = []
+        self.constants: list[Tensor] = []
+        self.numbers: list[float] = []
+        self.conditions: list[tuple[Node, bool]] = []
+        self._tags: dict[int, tuple[weakref.ref[Tensor], Tag]] = {}
+        self._without_gradient: dict[int, Operation] = {}
+        self._constant_places: dict[int, int] = {}
+
+    def __enter__(self) -> TailTrace:
+        self.open = True
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.open = False
+        super().__exit__(*error)
+
+    def rows(self, *tensors: Any) -> None:
+        """Name tensors whose dim 0 (or an image of it) runs over the samples: entries of the batch, hidden states."""
+        for tensor in tensors:
+            if isinstance(tensor, Tensor):
+                self._tag(tensor, ROWS)
+
+    def tag(self, tensor: Any) -> Tag | None:
+        """What is known of `tensor`; None for a constant."""
+        found = self._tags.get(id(tensor))
+        return found[1] if found is not None and found[0]() is tensor else None
+
+    def node(self, value: Any) -> Node | None:
+        """The program that made a tensor or a number, if it depends on the batch's scalars."""
+        if isinstance(value, TracedFloat):
+            return value.node if value.trace is self else None
+        tag = self.tag(value) if isinstance(value, Tensor) else None
+        if isinstance(tag, Operation) and id(tag) in self._without_gradient and value.requires_grad:
+            self.leaf(LeafValue("opaque", value, "a custom autograd.Function"))  # made inside its forward: its backward is its own
+            return self.node(value)
+        return None if isinstance(tag, _Mark) else tag
+
+    # What the rules call ---------------------------------------------------------------------------------------------------------
+
+    def leaf(self, leaf: LeafValue) -> Tensor:
+        """Register a leaf; returns its value."""
+        self._tag(leaf.value, Leaf(len(self.leaves), leaf.value.ndim))
+        self.leaves.append(leaf)
+        return leaf.value
+
+    def operation(self, func: Callable[..., Any], *args: Any) -> Tensor:
+        """Run an operation on registered values and make it part of the program."""
+        result = func(*args)
+        self._tag(result, Operation(func, self.describe(args), {}, ndim=result.ndim))
+        return result
+
+    def describe(self, value: Any) -> Any:
+        """`value` as an argument of the program: tensors and numbers become nodes."""
+        node = self.node(value)
+        if node is not None:
+            return node
+        if isinstance(value, Tensor):
+            return self._constant(value)
+        if isinstance(value, (int, float)) and not isinstance(value, bool):
+            self.numbers.append(value)
+            return Number(len(self.numbers) - 1)
+        if isinstance(value, (tuple, list)):
+            described = [self.describe(v) for v in value]
+            return described if isinstance(value, list) else tuple(described)
+        return value
+
+    # Each call of a torch function ---------------------------------------------------------------------------------------------
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run `func` and note what it made."""
+        kwargs = kwargs or {}
+        tags = [tag for tag in map(self._argument_tag, _flat(args, kwargs)) if tag is not None]
+        if not tags:
+            result = func(*args, **kwargs)
+            if isinstance(result, Tensor) and operation_name(func) in _UNFILLED:
+                self._tag(result, ROWS)
+            return result
+        if not any(isinstance(tag, _Mark) for tag in tags):
+            return self._scalar_operation(func, args, kwargs)
+        return self._row_operation(func, args, kwargs, tags)
+
+    def _argument_tag(self, value: Any) -> Tag | None:
+        return self.node(value) if isinstance(value, TracedFloat) else self.tag(value)
+
+    def _scalar_operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """An operation of the program: none of its arguments has rows."""
+        name = operation_name(func)
+        described = self._described_arguments(func, args)
+        named = {k: self.describe(v) for k, v in kwargs.items() if k != "out"}
+        result = func(*args, **kwargs)
+        if isinstance(result, Tensor):
+            if name not in _CONTENT_FREE:
+                in_place = bool(args) and result is args[0]
+                node = Operation(func, described, named, in_place, ndim=result.ndim)
+                self._tag(result, node)
+                if not result.requires_grad:
+                    self._without_gradient[id(node)] = node
+        elif name == "setitem":
+            self._tag(args[0], MIXED)
+        elif name == "bool":
+            self.conditions.append((described[0], result))
+        elif name == "item" and isinstance(result, float):
+            return TracedFloat.of(result, described[0], self)
+        elif isinstance(result, (tuple, list)):
+            self._note_items(func, described, named, result)
+        return result
+
+    def _described_arguments(self, func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The arguments before the call. A constant that the call changes in place is kept as it was."""
+        name = getattr(func, "__name__", "")
+        changes_first = name.startswith("__i") or (name.endswith("_") and not name.startswith("__"))
+        if changes_first and args and isinstance(args[0], Tensor) and self.node(args[0]) is None:
+            self.constants.append(args[0].clone())
+            return Constant(len(self.constants) - 1, args[0].ndim), *self.describe(args[1:])
+        return self.describe(args)
+
+    def _note_items(self, func: Any, described: Any, named: Any, results: Any) -> None:
+        for item, result in enumerate(results):
+            if isinstance(result, Tensor):
+                self._tag(result, Operation(func, described, named, item=item, ndim=result.ndim))
+
+    def _row_operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tags: list[Tag]) -> Any:
+        """An operation on rows: rows again, or a leaf."""
+        mixed = any(tag is not ROWS for tag in tags)
+        rule = None if mixed else RULES.get(func)
+        result = rule(self, func, args, kwargs) if rule is not None else None
+        if result is not None and self.tag(result) is not None:
+            return result
+        if result is None:
+            result = func(*args, **kwargs)
+        if operation_name(func) == "setitem":
+            self._tag(args[0], MIXED if mixed else ROWS)
+        elif operation_name(func) not in _CONTENT_FREE:
+            for tensor in result if isinstance(result, (tuple, list)) else (result,):
+                if isinstance(tensor, Tensor):
+                    self._note_rows(func, tensor, mixed)
+        return result
+
+    def _note_rows(self, func: Any, result: Tensor, mixed: bool) -> None:
+        if result.ndim == 0:
+            self.leaf(LeafValue("mixed" if mixed else "opaque", result, operation_name(func)))
+        else:
+            self._tag(result, MIXED if mixed else ROWS)
+
+    # Book-keeping ------------------------------------------------------------------------------------------------------------------
+
+    def _tag(self, tensor: Tensor, tag: Tag) -> None:
+        self._tags[id(tensor)] = (weakref.ref(tensor), tag)
+
+    def _constant(self, tensor: Tensor) -> Constant:
+        place = self._constant_places.get(id(tensor))
+        if place is None:
+            place = self._constant_places[id(tensor)] = len(self.constants)
+            self.constants.append(tensor)  # kept alive, so that its id stays its own
+        return Constant(place, tensor.ndim)
+
+
+def _flat(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Any]:
+    """The tensors and traced numbers among the arguments, also in lists and tuples (`stack`, an index)."""
+    for value in (*args, *kwargs.values()) if kwargs else args:
+        if isinstance(value, (Tensor, TracedFloat)):
+            yield value
+        elif isinstance(value, (tuple, list)):
+            yield from _flat(tuple(value), {})

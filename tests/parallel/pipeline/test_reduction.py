@@ -1,0 +1,225 @@
+"""Losses and logged values over microbatches are those of the batch: values, and gradients of every parameter and hidden state."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_4d.errors import UnsupportedError
+from lightning_4d.parallel.pipeline.reduction import Plan
+from tests.parallel.pipeline.cases import CLASSES, WIDTH, assert_same, in_parts, make_batch, whole
+
+EQUAL, UNEQUAL = (4, 4, 4), (1, 2, 4, 5)
+
+
+def _flat(logits, batch):
+    return logits.flatten(0, 1), batch["labels"].flatten()
+
+
+def pair(function, *, of=lambda x: x, **options):
+    """A loss of logits and dense targets."""
+    return lambda head, hidden, batch: (function(of(head(hidden)), of(batch["target"]), **options), {})
+
+
+def per_sample(function):
+    """A loss of one vector per sample."""
+    return lambda head, hidden, batch: (function(head(hidden).mean(1), batch), {})
+
+
+def cross_entropy(**options):
+    def tail(head, hidden, batch):
+        return F.cross_entropy(*_flat(head(hidden), batch), **options), {}
+
+    return tail
+
+
+def weighted_cross_entropy(head, hidden, batch):
+    return F.cross_entropy(*_flat(head(hidden), batch), weight=head.class_weight, label_smoothing=0.1), {}
+
+
+def sequence_cross_entropy(head, hidden, batch):
+    return nn.CrossEntropyLoss()(head(hidden).transpose(1, 2), batch["labels"]), {}
+
+
+def nll(head, hidden, batch):
+    return F.nll_loss(head(hidden).log_softmax(-1).transpose(1, 2), batch["labels"], weight=head.class_weight), {}
+
+
+def masked_mean(head, hidden, batch):
+    losses, mask = head(hidden).square().mean(-1), batch["mask"]
+    return (losses * mask).sum() / mask.sum(), {"tokens": mask.sum()}
+
+
+def masked_mean_clamped(head, hidden, batch):
+    losses, mask = head(hidden).square().mean(-1), batch["mask"]
+    return 0.5 * (losses * mask).sum() / mask.sum().clamp(min=1), {}
+
+
+def selected_mean(head, hidden, batch):
+    return head(hidden)[batch["mask"].bool()].square().mean(), {}
+
+
+def logged_values(head, hidden, batch):
+    logits = head(hidden)
+    loss = F.cross_entropy(*_flat(logits, batch))
+    correct = logits.argmax(-1) == batch["labels"]
+    valid = batch["labels"] != -100
+    norms = hidden.detach().norm(dim=-1)
+    logged = {
+        "loss": loss,
+        "ppl": loss.detach().exp(),
+        "bits": loss / math.log(2),
+        "item": loss.item(),
+        "twice": 2 * loss.item() + 1,
+        "accuracy": correct[valid].float().mean(),
+        "hits": (correct & valid).sum(),
+        "ratio": (correct & valid).sum() / valid.sum(),
+        "largest": logits.max(),
+        "least": logits.amin(),
+        "norm": norms.mean(),
+        "length": hidden.norm(),
+        "l1": torch.linalg.vector_norm(hidden, 1),
+        "std": logits.std(),
+        "var": torch.var(logits, correction=0),
+        "any": correct.any(),
+        "all": valid.all(),
+        "lse": logits.logsumexp((0, 1, 2)),
+        "stack": torch.stack([loss, logits.mean()]).mean(),
+        "temperature": head.scale,
+        "clamped": loss.clamp(max=0.5),
+        "where": torch.where(loss > 1, loss, loss * 2),
+        "nanmean": logits.nanmean(),
+        "keepdim": logits.mean((0, 1, 2), keepdim=True).squeeze(),
+        "learning_rate": 0.1,
+    }
+    return loss, logged
+
+
+def several_heads(head, hidden, batch):
+    logits = head(hidden)
+    a, b = F.cross_entropy(*_flat(logits, batch), reduction="sum"), head(hidden * 2).square().sum()
+    return (a + 0.1 * b) / (batch["labels"] != -100).sum(), {"a": a, "b": b}
+
+
+def learned_weights(head, hidden, batch):
+    logits = head(hidden)
+    a, b = F.mse_loss(logits, batch["target"]), logits.abs().mean()
+    s = head.log_variance
+    return torch.exp(-s[0]) * a + s[0] + torch.exp(-s[1]) * b + s[1], {"a": a}
+
+
+def penalty(head, hidden, batch):
+    total = F.mse_loss(head(hidden), batch["target"], reduction="sum")
+    return total + 0.01 * sum(p.square().sum() for p in head.parameters()), {}
+
+
+def accumulated(head, hidden, batch):
+    total = torch.zeros((), dtype=hidden.dtype)
+    for power in (1, 2, 3):
+        total += head(hidden).pow(power).mean()
+    return total, {"total": total}
+
+
+def root_of_mean_square(head, hidden, batch):
+    return F.mse_loss(head(hidden), batch["target"]).sqrt(), {}
+
+
+def log_cosh(head, hidden, batch):
+    return torch.log(torch.cosh(head(hidden) - batch["target"])).mean(), {}
+
+
+def nested_means(head, hidden, batch):
+    return head(hidden).square().mean(-1).sum(1).mean(), {}
+
+
+def two_means(head, hidden, batch):
+    logits = head(hidden)
+    return F.mse_loss(logits, batch["target"]) + 1e-2 * logits.logsumexp(-1).square().mean(), {}
+
+
+class _Custom(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x.square().mean()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (x,) = ctx.saved_tensors
+        return gradient * 2 * x / x.numel()
+
+
+def custom_function(head, hidden, batch):
+    return 3 * _Custom.apply(head(hidden)), {}
+
+
+def under_autocast(head, hidden, batch):
+    with torch.autocast("cpu", torch.bfloat16, enabled=False):
+        return F.cross_entropy(*_flat(head(hidden), batch)), {}
+
+
+def embedding_cosine(head, hidden, batch):
+    x = head(hidden).mean(1)
+    return F.cosine_embedding_loss(x, batch["target"].mean(1), batch["sign"], margin=0.1), {}
+
+
+LOSSES = {
+    "mse": pair(F.mse_loss),
+    "mse sum": pair(F.mse_loss, reduction="sum"),
+    "l1": pair(F.l1_loss),
+    "smooth l1": pair(F.smooth_l1_loss, beta=0.3),
+    "huber": pair(F.huber_loss, delta=0.3),
+    "huber sum": pair(F.huber_loss, delta=0.3, reduction="sum"),
+    "bce": pair(lambda x, y: F.binary_cross_entropy(x.sigmoid(), y)),
+    "bce logits": pair(F.binary_cross_entropy_with_logits),
+    "kl mean": pair(lambda x, y: F.kl_div(x.log_softmax(-1), y)),
+    "kl batchmean": pair(lambda x, y: F.kl_div(x.log_softmax(-1), y, reduction="batchmean")),
+    "kl sum": pair(lambda x, y: F.kl_div(x.log_softmax(-1), y, reduction="sum")),
+    "gaussian nll": pair(lambda x, y: F.gaussian_nll_loss(x, y, x.exp())),
+    "poisson nll": pair(F.poisson_nll_loss),
+    "soft margin": pair(F.soft_margin_loss),
+    "hinge embedding": per_sample(lambda x, b: F.hinge_embedding_loss(x[:, 0], b["sign"])),
+    "cosine embedding": embedding_cosine,
+    "margin ranking": per_sample(lambda x, b: F.margin_ranking_loss(x[:, 0], x[:, 1], b["sign"], margin=0.2)),
+    "multi margin": per_sample(lambda x, b: F.multi_margin_loss(x, b["classes"])),
+    "multilabel margin": per_sample(lambda x, b: F.multilabel_margin_loss(x, b["classes"][:, None].expand(-1, CLASSES))),
+    "multilabel soft margin": per_sample(lambda x, b: F.multilabel_soft_margin_loss(x, b["target"].mean(1).round())),
+    "triplet": per_sample(lambda x, b: F.triplet_margin_loss(x, b["target"][:, 0], b["target"][:, 1])),
+    "probabilities": pair(lambda x, y: F.cross_entropy(x.flatten(0, 1), y.flatten(0, 1).softmax(-1), label_smoothing=0.1)),
+    "classes": per_sample(lambda x, b: F.cross_entropy(x, b["classes"])),
+    "cross entropy": cross_entropy(),
+    "cross entropy sum": cross_entropy(reduction="sum"),
+    "cross entropy smooth": cross_entropy(label_smoothing=0.1),
+    "cross entropy weighted": weighted_cross_entropy,
+    "cross entropy of sequences": sequence_cross_entropy,
+    "nll": nll,
+    "masked mean": masked_mean,
+    "masked mean clamped": masked_mean_clamped,
+    "selected mean": selected_mean,
+    "logged values": logged_values,
+    "several heads": several_heads,
+    "learned weights": learned_weights,
+    "penalty": penalty,
+    "accumulated": accumulated,
+    "rmse": root_of_mean_square,
+    "log cosh": log_cosh,
+    "nested means": nested_means,
+    "two means": two_means,
+    "custom function": custom_function,
+    "autocast": under_autocast,
+    "dot": pair(lambda x, y: x.flatten().dot(y.flatten())),
+    "sum of sum": pair(lambda x, y: ((x - y) ** 2).sum(-1).sum()),
+}
+
+
+@pytest.mark.filterwarnings("ignore:reduction. 'mean' divides")
+@pytest.mark.parametrize("ragged", ["no", "some", "empty"])
+@pytest.mark.parametrize("sizes", [EQUAL, UNEQUAL], ids=str)
+@pytest.mark.parametrize("name", LOSSES)
+def test_losses(name, sizes, ragged):
+    batch = make_batch(ragged)
+    assert_same(in_parts(LOSSES[name], batch, sizes, Plan(unproven=True)), whole(LOSSES[name], batch))
