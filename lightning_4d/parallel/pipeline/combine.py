@@ -14,6 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lightning_4d.parallel.pipeline.scalars import Node
+
 __all__ = ["LeafValue", "combine", "combine_numbers", "fits", "wide"]
 
 
@@ -29,6 +31,7 @@ class LeafValue:
         count: How many elements a mean averages; 0 makes it no part of the batch's value.
         order: Of a norm; the correction (Bessel's: 1) of a variance.
         mean: Of the elements, beside a variance.
+        origin: How the value is made of the batch's entries alone, if it is.
         guard: Zero is a legal value of the whole batch although something is divided by it: gradients are then zero, not nan.
     """
 
@@ -39,6 +42,7 @@ class LeafValue:
     count: int = 0
     order: float = 0.0
     mean: Tensor | None = None
+    origin: Node | None = None
     guard: bool = False
 
     def detach(self) -> None:

@@ -25,8 +25,8 @@ __all__ = ["NO_RULE", "RULES", "Leaves", "Rule"]
 class Leaves(Protocol):
     """What the rules need of a trace."""
 
-    def leaf(self, leaf: LeafValue) -> Tensor:
-        """Register a leaf; returns its value."""
+    def leaf(self, leaf: LeafValue, made_by: tuple[Any, tuple[Any, ...], dict[str, Any]] | None = None) -> Tensor:
+        """Register a leaf, the result of `made_by` (function and arguments); returns its value."""
         ...
 
     def operation(self, func: Callable[..., Any], *args: Any) -> Tensor:
@@ -73,7 +73,7 @@ def _reduction(kind: str) -> Rule:
         x = _input(args, kwargs)
         if not _covers(x, _dims(args, kwargs, 1)):
             return None
-        return leaves.leaf(LeafValue(kind, func(*args, **kwargs), func.__name__, count=x.numel()))
+        return leaves.leaf(LeafValue(kind, func(*args, **kwargs), func.__name__, count=x.numel()), (func, args, kwargs))
 
     return rule
 
@@ -179,8 +179,9 @@ def _classification(leaves: Leaves, func: Callable[..., Any], args: tuple[Any, .
         given["input"] = scores.float()  # a sum over targets leaves fp16's range
         given["weight"] = None if given["weight"] is None else given["weight"].float()
     total = leaves.leaf(LeafValue("sum", func(**{**given, "reduction": "sum"}), func.__name__))
-    valid = _target_weight(target, given["weight"], given["ignore_index"], total.dtype)
-    mean = leaves.operation(torch.div, total, leaves.leaf(LeafValue("sum", valid, "number of valid targets", guard=True)))
+    arguments = (target, given["weight"], given["ignore_index"], total.dtype)
+    valid = LeafValue("sum", _target_weight(*arguments), "number of valid targets", guard=True)
+    mean = leaves.operation(torch.div, total, leaves.leaf(valid, (_target_weight, arguments, {})))
     return mean if mean.dtype == scores.dtype or scores.dtype != torch.float16 else leaves.operation(Tensor.half, mean)
 
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -27,7 +27,7 @@ from lightning_4d.parallel.pipeline.combine import LeafValue, combine, combine_n
 from lightning_4d.parallel.pipeline.scalars import Constant, Environment, Form, Leaf, Node, Number, forms
 from lightning_4d.parallel.pipeline.tail_trace import TailTrace
 
-__all__ = ["LOSS", "BatchReduction", "Finished", "Plan", "Rules", "refuse"]
+__all__ = ["LOSS", "BatchReduction", "Finished", "Plan", "Rules", "Seeds", "batch_environment", "differs", "leaves_of", "refuse"]
 
 LOSS = "the loss"
 REMEDY = (
@@ -35,6 +35,7 @@ REMEDY = (
 )
 LOG_REMEDY = "log a mean, sum, maximum or minimum over the samples, or use num_microbatches=1"
 
+_L = TypeVar("_L", Leaf, Number, Constant)
 Mode = Literal["auto", "mean", "sum"]
 
 
@@ -77,6 +78,8 @@ class Finished:
     conditions: list[tuple[Node, bool]]
     loss: Node | None
     loss_value: Tensor | None
+    needs_gradient: bool
+    replayable: bool
     keys: dict[str, Node | float]
     dtypes: dict[str, torch.dtype]
     signature: int
@@ -108,7 +111,9 @@ class Finished:
         for leaf in trace.leaves:
             leaf.differentiable = leaf.value.requires_grad
         value = None if loss is None else loss.detach()
-        return cls(trace.leaves, trace.constants, trace.numbers, trace.conditions, root, value, keys, dtypes, hash(parts))
+        grad = loss is not None and loss.requires_grad
+        made = (trace.leaves, trace.constants, trace.numbers, trace.conditions)
+        return cls(*made, root, value, grad, trace.replayable, keys, dtypes, hash(parts))
 
     def detach(self) -> None:
         """Let go of the graph, once the root is made."""
@@ -138,20 +143,28 @@ class BatchReduction:
         sizes: The number of samples of each microbatch.
         plan: What the probe has proven; kept by the engine from step to step.
         mode: `loss_reduction`: "mean" and "sum" say how losses combine, in place of what the trace finds.
+        entries: For each microbatch the tensors of its own that have rows, in the order in which `TailTrace.entries` is told of
+            them: totals that depend on the batch alone (the number of valid targets) are then known before the first backward.
         prove: Called when the plan does not know the step's program yet: runs the probe and adds to the plan.
     """
 
     def __init__(
-        self, sizes: Sequence[int], plan: Plan, mode: Mode = "auto", prove: Callable[[], None] | None = None
+        self,
+        sizes: Sequence[int],
+        plan: Plan,
+        mode: Mode = "auto",
+        prove: Callable[[], None] | None = None,
+        entries: Sequence[Sequence[Tensor]] | None = None,
     ) -> None:
         self.sizes = list(sizes)
         self.plan = plan
         self.mode: Mode = mode
         self._prove = prove
+        self._entries = entries
         self._parts: dict[int, Finished] = {}
         self._first: Finished | None = None
         self._rules = Rules()
-        self._seeds: _Seeds | None = None
+        self._seeds: Seeds | None = None
         self._batch: Environment | None = None
 
     # During the step -----------------------------------------------------------------------------------------------------------
@@ -206,7 +219,7 @@ class BatchReduction:
         if self.mode == "mean":
             return loss * weight
         if self._seeds is None:
-            self._seeds = _Seeds(part, self._rules, self.sizes, index, loss.requires_grad)
+            self._seeds = Seeds(part, self._rules, self.sizes, index, self._entries)
         return self._seeds.root(index, part, loss)
 
     # After the step ------------------------------------------------------------------------------------------------------------
@@ -232,7 +245,8 @@ class BatchReduction:
         for key, value in first.keys.items():
             if isinstance(value, (int, float)):
                 numbers = [float(part.keys[key]) for part in self._ordered()]  # pyright: ignore[reportArgumentType]
-                result[key] = type(value)(combine_numbers(self._rules.keys[key], numbers, self.sizes))
+                whole = _combined_number(f"the logged value '{key}'", self._rules.keys[key], numbers, self.sizes)
+                result[key] = type(value)(whole)
             else:
                 result[key] = _cast(self._values().evaluate(value), first.dtypes.get(key))
         return result
@@ -256,10 +270,12 @@ class BatchReduction:
         for constants in zip(*(part.constants for part in parts), strict=True):
             for other in constants[1:]:
                 if other is not constants[0] and other.data_ptr() != constants[0].data_ptr():
-                    flag = flag | _differs(constants[0], other)
+                    flag = flag | differs(constants[0], other)
+        for place, total in (self._seeds.totals if self._seeds is not None else {}).items():
+            flag = flag | differs(wide(total), wide(torch.as_tensor(self._values().leaves[place])))
         for place, rule in self._rules.opaque.items():
             for part in parts[1:] if rule == "equal" else ():
-                flag = flag | _differs(first.leaves[place].value, part.leaves[place].value)
+                flag = flag | differs(first.leaves[place].value, part.leaves[place].value)
         for place, (node, outcome) in enumerate(first.conditions):
             if any(part.conditions[place][1] != outcome for part in parts):
                 return True
@@ -290,24 +306,40 @@ class BatchReduction:
     def _values(self) -> Environment:
         """The leaves, constants and numbers of the batch."""
         if self._batch is None:
-            parts = self._ordered()
-            leaves = [
-                combine(values, self.sizes, self._rules.opaque.get(place)) if _combines(values[0], place, self._rules) else None
-                for place, values in enumerate(zip(*(part.leaves for part in parts), strict=True))
-            ]
-            numbers = [
-                combine_numbers(rule, values, self.sizes)
-                for rule, values in zip(self._rules.numbers, zip(*(part.numbers for part in parts), strict=True), strict=True)
-            ]
-            self._batch = Environment(leaves, parts[0].constants, numbers)
+            self._batch = batch_environment(self._ordered(), self.sizes, self._rules)
         return self._batch
+
+
+def batch_environment(parts: Sequence[Finished], sizes: Sequence[int], rules: Rules) -> Environment:
+    """The batch's leaves, constants and numbers, from those of its microbatches.
+
+    Raises:
+        UnsupportedError: A number that was the same whatever the rows is not the same in all microbatches.
+    """
+    leaves = [
+        combine(values, sizes, rules.opaque.get(place)) if _combines(values[0], place, rules) else None
+        for place, values in enumerate(zip(*(part.leaves for part in parts), strict=True))
+    ]
+    columns = zip(*(part.numbers for part in parts), strict=True)
+    numbers = [_combined_number(LOSS + " or a logged value", rule, column, sizes) for rule, column in zip(rules.numbers, columns)]
+    return Environment(leaves, parts[0].constants, numbers)
+
+
+def _combined_number(what: str, rule: str, values: Sequence[float], sizes: Sequence[int]) -> float:
+    if rule == "none":
+        return values[0]  # used by nothing, or the probe had refused it
+    if rule == "equal" and any(value != values[0] and value == value for value in values):
+        shown = ", ".join(f"{value:g}" for value in values)
+        raise refuse(what, f"it uses a Python number that was taken for a constant and is {shown} in the microbatches of one batch")
+    return combine_numbers(rule, values, sizes)
 
 
 def _combines(leaf: LeafValue, place: int, rules: Rules) -> bool:
     return leaf.kind not in ("opaque", "mixed") or place in rules.opaque
 
 
-def _differs(a: Tensor, b: Tensor) -> Tensor | bool:
+def differs(a: Tensor, b: Tensor) -> Tensor | bool:
+    """Whether two constants differ by more than rounding: a bool, or a 0-d bool tensor. Reads nothing from the device."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return True
     return torch.isclose(a, b, rtol=1e-4, atol=1e-6, equal_nan=True).all().logical_not() if a.numel() else False
@@ -322,7 +354,7 @@ def _refuse_leaves_without_rule(part: Finished, rules: Rules, mode: Mode) -> Non
     roots = {LOSS: part.loss} if mode == "auto" else {}
     roots |= {f"the logged value '{key}'": node for key, node in part.keys.items()}
     for what, node in roots.items():
-        for leaf in _leaves_of(node):
+        for leaf in leaves_of(node):
             value = part.leaves[leaf.index]
             if value.kind == "mixed":
                 raise refuse(
@@ -334,11 +366,12 @@ def _refuse_leaves_without_rule(part: Finished, rules: Rules, mode: Mode) -> Non
                 raise refuse(what, f"the operation '{value.name}' has no known rule over samples")
 
 
-def _leaves_of(node: Node | float | None) -> set[Leaf]:
-    found: set[Leaf] = set()
+def leaves_of(node: Node | float | None, kind: type[_L] = Leaf) -> set[_L]:
+    """The leaves (or numbers, or constants) that a program uses."""
+    found: set[_L] = set()
 
     def of_leaf(node: Node) -> Form:
-        if isinstance(node, Leaf):
+        if isinstance(node, kind):
             found.add(node)
         return Form({}, False)
 
@@ -347,31 +380,41 @@ def _leaves_of(node: Node | float | None) -> set[Leaf]:
     return found
 
 
-class _Seeds:
+class Seeds:
     """The roots of one batch, from the program of its first finished microbatch."""
 
     _SUMS = frozenset(["sum", "mean", "rows"])
 
-    def __init__(self, first: Finished, rules: Rules, sizes: Sequence[int], index: int, needs_gradient: bool) -> None:
+    def __init__(
+        self,
+        first: Finished,
+        rules: Rules,
+        sizes: Sequence[int],
+        index: int,
+        entries: Sequence[Sequence[Tensor]] | None = None,
+    ) -> None:
         if first.loss is None:
             raise RuntimeError("the step returned no loss")
-        self.program, self.needs_gradient = first.loss, needs_gradient
+        self.program = first.loss
         self.sizes, self.rows = sizes, sum(sizes)
         self.scale = self.rows / sizes[index]  # from the first finished microbatch to the batch
         self.rules = rules
         self.kinds = [rules.opaque.get(i, leaf.kind) for i, leaf in enumerate(first.leaves)]
-        self.used = sorted(leaf.index for leaf in _leaves_of(first.loss) if first.leaves[leaf.index].differentiable)
+        self.used = sorted(leaf.index for leaf in leaves_of(first.loss) if first.leaves[leaf.index].differentiable)
         self.expected = {i: max(first.leaves[i].count, 1) * self.scale for i in self.used if self.kinds[i] == "mean"}
         self.numbers = [v * self.scale if rule == "sum" else v for rule, v in zip(rules.numbers, first.numbers, strict=True)]
         self._first = first
         self.own = [i for i, constant in enumerate(first.constants) if constant.requires_grad]
         self._refuse_gradients_without_rule(first)
-        early = self._form(first, constants_too=False)
-        self.early = early.early
+        self.totals: dict[int, Tensor] = {}
+        self.early = self._form(first, constants_too=False).early
+        if not self.early:
+            self.totals = _early_totals(first, index, entries)
+            self.early = self._form(first, constants_too=False).early
         self.corrigible = self._form(first, constants_too=True, numbers_late=True).uniform
         if not self.early and not self._form(first, constants_too=True).uniform:
             raise self._several_totals()
-        self.mean_only = self.early and all(self.kinds[i] in ("mean", "rows") for i in self.used)
+        self.mean_only = self.early and not self.totals and all(self.kinds[i] in ("mean", "rows") for i in self.used)
         self.slopes = None if self.early else self._slopes(self._estimate(first), first)
 
     # What the structure says ----------------------------------------------------------------------------------------------------
@@ -379,7 +422,8 @@ class _Seeds:
     def _form(self, first: Finished, constants_too: bool, numbers_late: bool = False) -> Form:
         def of_leaf(node: Node) -> Form:
             if isinstance(node, Leaf):
-                return Form({node: ()} if node.index in self.used else {}, self.kinds[node.index] != "equal")
+                known = node.index in self.totals or self.kinds[node.index] == "equal"
+                return Form({node: ()} if node.index in self.used else {}, not known)
             if isinstance(node, Constant):
                 return Form({node: ()} if constants_too and node.index in self.own else {}, False)
             late = isinstance(node, Number) and numbers_late and self.rules.numbers[node.index] != "equal"
@@ -388,7 +432,7 @@ class _Seeds:
         return forms(self.program, of_leaf)
 
     def _refuse_gradients_without_rule(self, first: Finished) -> None:
-        if not self.used and not self.own and first.loss_value is not None and self.needs_gradient:
+        if not self.used and not self.own and first.needs_gradient:
             raise refuse(LOSS, "its gradient comes from an operation that cannot be followed")
         for i in self.used:
             if self.kinds[i] not in self._SUMS:
@@ -424,6 +468,8 @@ class _Seeds:
 
     def _scaled(self, i: int, leaf: LeafValue, share: float) -> Tensor:
         """The leaf as if its microbatch, a `share` of the batch, were the whole batch."""
+        if i in self.totals:
+            return self._guarded(leaf, self.totals[i])
         value = wide(leaf.value)
         if i not in self.used or self.kinds[i] == "rows":
             return value
@@ -438,7 +484,10 @@ class _Seeds:
         estimates: list[Tensor | None] = []
         for kind, leaf in zip(self.kinds, first.leaves, strict=True):
             value = wide(leaf.value.detach())
-            if value.is_floating_point() or value.dtype in (torch.int64, torch.int32):
+            place = len(estimates)
+            if place in self.totals:
+                value = self._guarded(leaf, self.totals[place])
+            elif value.is_floating_point() or value.dtype in (torch.int64, torch.int32):
                 value = value * self.scale if kind == "sum" else value
                 usable = value.isfinite() & (value != 0)
                 value = torch.where(usable, value, torch.full_like(value, self.rows if kind == "sum" else 1))
@@ -473,13 +522,33 @@ class _Seeds:
         ratio = 1.0 if in_proportion else ratios.pop()
         if self.slopes is None and numbers_kept:
             return ratio
-        leaves = [self._guarded(leaf, value) for leaf, value in zip(self._first.leaves, batch.leaves, strict=True)]
+        pairs = zip(self._first.leaves, batch.leaves, strict=True)
+        leaves = [None if value is None else self._guarded(leaf, value) for leaf, value in pairs]
         used = self.slopes or self._slopes(leaves, self._first)
         true = self._slopes(leaves, self._first, batch.numbers)
         a, b = (torch.stack([s.sum().double() if s.device.type != "mps" else s.sum() for s in slopes]) for slopes in (true, used))
         return (a * b).sum() / (b * b).sum() * ratio
 
     @staticmethod
-    def _guarded(leaf: LeafValue, value: Tensor | None) -> Tensor | None:
+    def _guarded(leaf: LeafValue, value: Tensor) -> Tensor:
         """No valid target in the whole batch: the sum's gradient is zero, and stays so when not divided by zero."""
-        return torch.where(value == 0, torch.ones_like(value), value) if leaf.guard and value is not None else value
+        return torch.where(value == 0, torch.ones_like(value), value) if leaf.guard else value
+
+
+def _early_totals(first: Finished, index: int, entries: Sequence[Sequence[Tensor]] | None) -> dict[int, Tensor]:
+    """Totals of the batch that its entries alone give: by the operations of the first finished microbatch on those of the others."""
+    if entries is None or not first.replayable:
+        return {}
+    totals: dict[int, Tensor] = {}
+    for leaf in leaves_of(first.loss):
+        value = first.leaves[leaf.index]
+        if value.kind == "sum" and value.origin is not None and not value.differentiable:
+            try:
+                others = [
+                    Environment(own, (), ()).evaluate(value.origin) for j, own in enumerate(entries) if j != index
+                ]
+            except (RuntimeError, IndexError, ValueError, TypeError):  # e.g. a shape written out, which fits one microbatch only
+                continue
+            parts = [value, *(LeafValue("sum", other, value.name) for other in others)]
+            totals[leaf.index] = combine(parts, ())
+    return totals

@@ -19,7 +19,7 @@ from lightning_4d.parallel.pipeline.combine import LeafValue
 from lightning_4d.parallel.pipeline.leaves import RULES
 from lightning_4d.parallel.pipeline.scalars import Constant, Leaf, Node, Number, Operation, operation_name
 
-__all__ = ["MIXED", "ROWS", "TailTrace", "TracedFloat"]
+__all__ = ["MIXED", "RANDOM", "ROWS", "Rows", "TailTrace", "TracedFloat"]
 
 
 class _Mark:
@@ -32,13 +32,25 @@ class _Mark:
         return self.text
 
 
-ROWS = _Mark("values of samples")
+class Rows(_Mark):
+    """Values of samples. `origin`: how they are made of the batch's entries alone; None if hidden states take part, or unknown."""
+
+    def __init__(self, origin: Node | None = None) -> None:
+        super().__init__("values of samples")
+        self.origin = origin
+
+
+ROWS = Rows()
 MIXED = _Mark("values of samples that use a value of the whole batch")
 
 Tag = _Mark | Node
 
 _LITERAL = (bool, str, bytes, type(None))
 _CONTENT_FREE = frozenset("zeros_like ones_like full_like new_zeros new_ones new_full new_tensor".split())
+RANDOM = frozenset(
+    "rand randn randint rand_like randn_like randint_like bernoulli normal multinomial uniform exponential random log_normal cauchy "
+    "geometric gumbel_softmax poisson randperm".split()
+)
 _UNFILLED = frozenset("empty empty_like new_empty empty_strided new_empty_strided".split())  # a kernel of the user fills them
 
 
@@ -107,6 +119,8 @@ class TailTrace(TorchFunctionMode):
         self.constants: list[Tensor] = []
         self.numbers: list[float] = []
         self.conditions: list[tuple[Node, bool]] = []
+        self.replayable = True  # whether the origins hold: nothing random, nothing changed in place
+        self._entries = 0
         self._tags: dict[int, tuple[weakref.ref[Tensor], Tag]] = {}
         self._without_gradient: dict[int, Operation] = {}
         self._constant_places: dict[int, int] = {}
@@ -126,6 +140,13 @@ class TailTrace(TorchFunctionMode):
             if isinstance(tensor, Tensor):
                 self._tag(tensor, ROWS)
 
+    def entries(self, *tensors: Any) -> None:
+        """Name the tensors of the batch that have rows, in an order that is the same for all microbatches."""
+        for tensor in tensors:
+            if isinstance(tensor, Tensor):
+                self._tag(tensor, Rows(Leaf(self._entries, tensor.ndim)))
+                self._entries += 1
+
     def tag(self, tensor: Any) -> Tag | None:
         """What is known of `tensor`; None for a constant."""
         found = self._tags.get(id(tensor))
@@ -143,8 +164,10 @@ class TailTrace(TorchFunctionMode):
 
     # What the rules call ---------------------------------------------------------------------------------------------------------
 
-    def leaf(self, leaf: LeafValue) -> Tensor:
-        """Register a leaf; returns its value."""
+    def leaf(self, leaf: LeafValue, made_by: tuple[Any, tuple[Any, ...], dict[str, Any]] | None = None) -> Tensor:
+        """Register a leaf, the result of `made_by` (function and arguments); returns its value."""
+        if made_by is not None:
+            leaf.origin = self._origin(*made_by)
         self._tag(leaf.value, Leaf(len(self.leaves), leaf.value.ndim))
         self.leaves.append(leaf)
         return leaf.value
@@ -179,13 +202,19 @@ class TailTrace(TorchFunctionMode):
         kwargs = kwargs or {}
         tags = [tag for tag in map(self._argument_tag, _flat(args, kwargs)) if tag is not None]
         if not tags:
-            result = func(*args, **kwargs)
-            if isinstance(result, Tensor) and operation_name(func) in _UNFILLED:
-                self._tag(result, ROWS)
-            return result
+            return self._untagged_operation(func, args, kwargs)
         if not any(isinstance(tag, _Mark) for tag in tags):
             return self._scalar_operation(func, args, kwargs)
         return self._row_operation(func, args, kwargs, tags)
+
+    def _untagged_operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        result = func(*args, **kwargs)
+        if isinstance(result, Tensor):
+            name = operation_name(func)
+            self.replayable = self.replayable and name not in RANDOM
+            if name in _UNFILLED:
+                self._tag(result, ROWS)
+        return result
 
     def _argument_tag(self, value: Any) -> Tag | None:
         return self.node(value) if isinstance(value, TracedFloat) else self.tag(value)
@@ -229,7 +258,7 @@ class TailTrace(TorchFunctionMode):
 
     def _row_operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tags: list[Tag]) -> Any:
         """An operation on rows: rows again, or a leaf."""
-        mixed = any(tag is not ROWS for tag in tags)
+        mixed = any(not isinstance(tag, Rows) for tag in tags)
         rule = None if mixed else RULES.get(func)
         result = rule(self, func, args, kwargs) if rule is not None else None
         if result is not None and self.tag(result) is not None:
@@ -237,18 +266,45 @@ class TailTrace(TorchFunctionMode):
         if result is None:
             result = func(*args, **kwargs)
         if operation_name(func) == "setitem":
+            self.replayable = False
             self._tag(args[0], MIXED if mixed else ROWS)
         elif operation_name(func) not in _CONTENT_FREE:
-            for tensor in result if isinstance(result, (tuple, list)) else (result,):
+            several = isinstance(result, (tuple, list))
+            for item, tensor in enumerate(result if several else (result,)):
                 if isinstance(tensor, Tensor):
-                    self._note_rows(func, tensor, mixed)
+                    self._note_rows(func, args, kwargs, tensor, mixed, item if several else None)
         return result
 
-    def _note_rows(self, func: Any, result: Tensor, mixed: bool) -> None:
+    def _note_rows(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor, mixed: bool, item: int | None
+    ) -> None:
+        if operation_name(func) in RANDOM or (bool(args) and result is args[0]) or "out" in kwargs:
+            self.replayable = False
         if result.ndim == 0:
             self.leaf(LeafValue("mixed" if mixed else "opaque", result, operation_name(func)))
         else:
-            self._tag(result, MIXED if mixed else ROWS)
+            origin = None if mixed or result.requires_grad else self._origin(func, args, kwargs, item)
+            self._tag(result, MIXED if mixed else Rows(origin) if origin is not None else ROWS)
+
+    def _origin(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], item: int | None = None
+    ) -> Operation | None:
+        """The call, if all rows among its arguments have an origin. Tensors that are no rows are taken as they are."""
+        if not self.replayable:
+            return None
+        for value in _flat(args, kwargs):
+            tag = self._argument_tag(value)
+            if tag is not None and (not isinstance(tag, Rows) or tag.origin is None):
+                return None
+        return Operation(func, self._with_origins(args), {k: self._with_origins(v) for k, v in kwargs.items()}, item=item)
+
+    def _with_origins(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            tag = self.tag(value)
+            return tag.origin if isinstance(tag, Rows) else value
+        if isinstance(value, (tuple, list)):
+            return type(value)(self._with_origins(v) for v in value) if type(value) in (tuple, list) else value
+        return value
 
     # Book-keeping ------------------------------------------------------------------------------------------------------------------
 

@@ -70,11 +70,14 @@ def whole(tail: Tail, batch: Mapping[str, Tensor]) -> Result:
 
 
 def in_parts(
-    tail: Tail, batch: Mapping[str, Tensor], sizes: Sequence[int], plan: Plan, mode: Any = "auto", prove: Any = None
+    tail: Tail, batch: Mapping[str, Tensor], sizes: Sequence[int], plan: Plan, mode: Any = "auto", prove: Any = None,
+    early: bool = True
 ) -> Result:
     """The step on microbatches of the given sizes, each one's backward before the next one's forward."""
     head, hidden = _fresh(batch)
-    reduction = BatchReduction(sizes, plan, mode, prove)
+    cut = {key: value.split(list(sizes)) for key, value in batch.items()}
+    entries = [[values[j].clone() for values in cut.values()] for j in range(len(sizes))]
+    reduction = BatchReduction(sizes, plan, mode, prove, entries if early else None)
     start = 0
     for index, size in enumerate(sizes):
         rows = slice(start, start + size)
@@ -83,7 +86,11 @@ def in_parts(
         trace = TailTrace()
         with trace:
             own = hidden[rows]
-            trace.rows(own, *part.values())
+            trace.rows(own)
+            if early:
+                trace.entries(*part.values())
+            else:
+                trace.rows(*part.values())
             loss, logged = tail(head, own, part)
         root = reduction.finish(index, trace, loss, logged)
         if root is not None and root.requires_grad:

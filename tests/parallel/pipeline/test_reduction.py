@@ -7,11 +7,13 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_4d.errors import UnsupportedError
+from lightning_4d.parallel.pipeline import combine as combine_module
+from lightning_4d.parallel.pipeline import leaves, reduction
 from lightning_4d.parallel.pipeline.reduction import Plan
-from tests.parallel.pipeline.cases import CLASSES, WIDTH, assert_same, in_parts, make_batch, whole
+from tests.parallel.pipeline.cases import CLASSES, assert_same, in_parts, make_batch, whole
 
 EQUAL, UNEQUAL = (4, 4, 4), (1, 2, 4, 5)
 
@@ -217,9 +219,223 @@ LOSSES = {
 
 
 @pytest.mark.filterwarnings("ignore:reduction. 'mean' divides")
+@pytest.mark.parametrize("early", [True, False], ids=["early", "late"])
 @pytest.mark.parametrize("ragged", ["no", "some", "empty"])
 @pytest.mark.parametrize("sizes", [EQUAL, UNEQUAL], ids=str)
 @pytest.mark.parametrize("name", LOSSES)
-def test_losses(name, sizes, ragged):
+def test_losses(name, sizes, ragged, early):
     batch = make_batch(ragged)
-    assert_same(in_parts(LOSSES[name], batch, sizes, Plan(unproven=True)), whole(LOSSES[name], batch))
+    given = in_parts(LOSSES[name], batch, sizes, Plan(unproven=True), early=early)
+    assert_same(given, whole(LOSSES[name], batch))
+    if early and name in TOTALS_OF_THE_BATCH:
+        assert given.correction is None
+
+
+TOTALS_OF_THE_BATCH = {"cross entropy", "cross entropy weighted", "nll", "masked mean", "masked mean clamped", "several heads", "mse"}
+
+
+# Several totals in one loss -------------------------------------------------------------------------------------------------------
+
+
+def with_z_loss(head, hidden, batch):
+    logits = head(hidden)
+    loss = F.cross_entropy(*_flat(logits, batch))
+    z = logits.logsumexp(-1).square().mean()
+    return loss + 1e-1 * z, {"loss": loss, "z": z}
+
+
+def two_targets(head, hidden, batch):
+    logits, labels = head(hidden), batch["labels"]
+    now = F.cross_entropy(logits.transpose(1, 2), labels)
+    shifted = F.pad(labels, (0, 1), value=-100)[:, 1:]
+    return now + 0.3 * F.cross_entropy(logits.transpose(1, 2), shifted) + F.cross_entropy(logits.mean(1), batch["classes"]), {}
+
+
+def learned_weight_of_cross_entropy(head, hidden, batch):
+    s = head.log_variance[0]
+    return torch.exp(-s) * F.cross_entropy(*_flat(head(hidden), batch)) + s, {}
+
+
+def shape_written_out(head, hidden, batch):
+    rows, time, _ = hidden.shape
+    logits = head(hidden).view(rows * time, CLASSES)
+    return F.cross_entropy(logits, batch["labels"].view(rows * time)) + logits.mean(), {}
+
+
+SEVERAL = [with_z_loss, two_targets, learned_weight_of_cross_entropy]
+
+
+@pytest.mark.parametrize("ragged", ["no", "some", "empty"])
+@pytest.mark.parametrize("sizes", [EQUAL, UNEQUAL], ids=str)
+@pytest.mark.parametrize("tail", SEVERAL, ids=lambda tail: tail.__name__)
+def test_several_totals_that_the_batch_alone_gives(tail, sizes, ragged):
+    batch = make_batch(ragged)
+    given = in_parts(tail, batch, sizes, Plan(unproven=True))
+    assert_same(given, whole(tail, batch))
+    assert given.correction is None
+
+
+@pytest.mark.parametrize("tail", SEVERAL, ids=lambda tail: tail.__name__)
+def test_several_totals_known_too_late_are_refused(tail):
+    with pytest.raises(UnsupportedError, match="the loss: its terms are divided by totals .*num_microbatches=1"):
+        in_parts(tail, make_batch("some"), EQUAL, Plan(unproven=True), early=False)
+
+
+def test_a_total_that_does_not_fit_other_microbatches_is_no_early_total():
+    batch = make_batch("some")
+    assert_same(in_parts(shape_written_out, batch, EQUAL, Plan(unproven=True)), whole(shape_written_out, batch))
+    with pytest.raises(UnsupportedError, match="its terms are divided by totals"):
+        in_parts(shape_written_out, batch, UNEQUAL, Plan(unproven=True))
+
+
+def pseudo_labels(head, hidden, batch):
+    logits = head(hidden)
+    sure = (logits.detach().softmax(-1).amax(-1) > 0.25).double()
+    return (logits.square().mean(-1) * sure).sum() / sure.sum(), {"sure": sure.mean()}
+
+
+def changed_in_place(head, hidden, batch):
+    labels = batch["labels"].clone()
+    labels[:, 0] = -100
+    return F.cross_entropy(*_flat(head(hidden), {"labels": labels})), {}
+
+
+@pytest.mark.parametrize("tail", [pseudo_labels, changed_in_place], ids=lambda tail: tail.__name__)
+def test_one_late_total_is_corrected_at_the_end(tail):
+    batch = make_batch("empty")
+    given = in_parts(tail, batch, UNEQUAL, Plan(unproven=True))
+    assert given.correction is not None
+    assert_same(given, whole(tail, batch))
+
+
+def test_no_valid_target_at_all():
+    batch = make_batch()
+    batch["labels"][:] = -100
+    for early in (True, False):
+        given = in_parts(LOSSES["cross entropy"], batch, UNEQUAL, Plan(unproven=True), early=early)
+        assert_same(given, whole(LOSSES["cross entropy"], batch))
+        assert given.loss.isnan()
+
+
+# Refusals, and the user's word ------------------------------------------------------------------------------------------------------
+
+
+def one_sided(head, hidden, batch):
+    loss = F.mse_loss(head(hidden), batch["target"])
+    return (loss if bool(loss > THRESHOLD) else loss * 2), {"loss": loss}
+
+
+THRESHOLD = 1.0
+
+
+def by_item(head, hidden, batch):
+    loss = F.mse_loss(head(hidden), batch["target"])
+    return (loss if loss.item() > THRESHOLD else loss * 2), {}
+
+
+def constant_that_differs(head, hidden, batch):
+    own = torch.from_numpy(batch["target"].numpy()[:, 0, :1].sum(keepdims=True)).view(())
+    return F.mse_loss(head(hidden), batch["target"]) * own, {}
+
+
+def number_that_differs(head, hidden, batch):
+    return F.mse_loss(head(hidden), batch["target"]) * int(batch["labels"][0, 0] + 1), {}
+
+
+def paths_that_differ(head, hidden, batch):
+    loss = F.mse_loss(head(hidden), batch["target"])
+    return (loss.exp() if len(hidden) == 4 else loss), {}
+
+
+def selection_and_mean(head, hidden, batch):
+    logits = head(hidden)
+    return logits[batch["mask"].bool()].square().mean() + logits.mean(), {}
+
+
+@pytest.mark.parametrize(
+    ("tail", "message"),
+    [
+        (constant_that_differs, "it uses a tensor, or an `if` on one, that is not the same"),
+        (number_that_differs, "Python number that was taken for a constant and is "),
+        (paths_that_differ, "the operations on losses and logged values: they differ between two microbatches"),
+        (selection_and_mean, "the loss: its terms are divided by totals"),
+    ],
+)
+def test_what_differs_between_microbatches_is_refused(tail, message):
+    with pytest.raises(UnsupportedError, match=message):
+        in_parts(tail, make_batch("some"), UNEQUAL, Plan(unproven=True))
+
+
+@pytest.mark.parametrize("tail", [one_sided, by_item], ids=lambda tail: tail.__name__)
+def test_an_if_must_come_out_as_for_the_batch(tail, monkeypatch):
+    batch = make_batch()
+    loss = float(whole(LOSSES["mse"], batch).loss)
+    monkeypatch.setitem(globals(), "THRESHOLD", loss * 0.5)
+    assert_same(in_parts(tail, batch, EQUAL, Plan(unproven=True)), whole(tail, batch))
+    monkeypatch.setitem(globals(), "THRESHOLD", loss * 1.001)
+    with pytest.raises(UnsupportedError, match=r"an `if` on one|they differ between two microbatches"):
+        in_parts(tail, batch, EQUAL, Plan(unproven=True))
+
+
+def test_an_unproven_program_is_refused():
+    with pytest.raises(UnsupportedError, match="not proven"):
+        in_parts(LOSSES["mse"], make_batch(), EQUAL, Plan())
+
+
+@pytest.mark.parametrize(("mode", "name"), [("mean", "mse"), ("sum", "mse sum"), ("mean", "classes")])
+@pytest.mark.parametrize("sizes", [EQUAL, UNEQUAL], ids=str)
+def test_the_users_word(mode, name, sizes):
+    batch = make_batch()
+    assert_same(in_parts(LOSSES[name], batch, sizes, Plan(unproven=True), mode), whole(LOSSES[name], batch))
+
+
+def test_the_users_word_on_a_loss_that_mixes_samples():
+    def contrastive(head, hidden, batch):
+        z = head(hidden).mean(1)
+        return (z @ z.T).logsumexp(-1).mean(), {"mse": F.mse_loss(head(hidden), batch["target"])}
+
+    batch = make_batch()
+    given = in_parts(contrastive, batch, UNEQUAL, Plan(unproven=True), "mean")
+    torch.testing.assert_close(given.logged["mse"], whole(LOSSES["mse"], batch).loss)
+
+
+# A wrong weight turns these tests red ----------------------------------------------------------------------------------------------
+
+
+def _fault_in_a_count(patch):
+    patch.setattr(leaves, "_target_weight", lambda target, *rest: torch.tensor(1.0, dtype=torch.float64))
+
+
+def _fault_in_a_share(patch):
+    root = reduction.Seeds.root
+
+    def wrong(self, index, part, loss):
+        return root(self, index, part, loss) * (1 + 1e-6 * index)
+
+    patch.setattr(reduction.Seeds, "root", wrong)
+
+
+def _fault_in_a_combination(patch):
+    patch.setattr(combine_module, "_mean", lambda values, counts: torch.stack(list(values)).mean(0))
+
+
+def _fault_in_the_correction(patch):
+    patch.setattr(reduction.Seeds, "correction", lambda self, parts, batch: None)
+
+
+FAULTS = {
+    "a count": ("cross entropy", _fault_in_a_count),
+    "a share": ("mse", _fault_in_a_share),
+    "a combination": ("mse", _fault_in_a_combination),
+    "the correction": ("cross entropy", _fault_in_the_correction),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_is_seen(fault, monkeypatch):
+    name, inject = FAULTS[fault]
+    batch = make_batch("some")
+    expected = whole(LOSSES[name], batch)
+    inject(monkeypatch)
+    with pytest.raises(AssertionError):
+        assert_same(in_parts(LOSSES[name], batch, UNEQUAL, Plan(unproven=True), early=False), expected)
