@@ -121,7 +121,9 @@ def _nanmean(leaves: Leaves, func: Callable[..., Any], args: tuple[Any, ...], kw
         return None
     total = leaves.leaf(LeafValue("sum", torch.nansum(*args, **kwargs), "nanmean"))
     valid = x.detach().isnan().logical_not().sum(dtype=total.dtype).expand(total.shape)
-    return leaves.operation(torch.div, total, leaves.leaf(LeafValue("sum", valid, "number of valid elements", guard=True)))
+    return leaves.operation(
+        torch.div, total, leaves.leaf(LeafValue("sum", valid, "number of valid elements", guard=True))
+    )
 
 
 def _dot(leaves: Leaves, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
@@ -163,7 +165,9 @@ def _loss(count: Callable[[dict[str, Any], tuple[str, ...]], int], *names: str) 
     return rule
 
 
-def _classification(leaves: Leaves, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+def _classification(
+    leaves: Leaves, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Tensor | None:
     """`F.cross_entropy` and `F.nll_loss`: the mean over targets is weighted by class, without the ignored ones."""
     given = _bind(func, args, kwargs)
     reduction = given["reduction"]

@@ -111,7 +111,7 @@ class _Trial:
 
     def refuse_other_operations(self, first: Finished) -> None:
         for part in [self.whole, *self.parts]:
-            if part.signature != first.signature or [c for _, c in part.conditions] != [c for _, c in first.conditions]:
+            if part.signature != first.signature:
                 raise refuse(
                     LOSS + " or a logged value",
                     f"training_step runs other operations on {sum(self.sizes)} rows than on a part of them",
@@ -130,6 +130,17 @@ class _Trial:
             if not _agree(batch.evaluate(root), own.evaluate(root), 1.0):
                 raise refuse(what, "its value for the whole batch is not what its values in parts of the batch make")
         self._refuse_constants()
+        self._refuse_conditions()
+
+    def _refuse_conditions(self) -> None:
+        outcomes = zip(*(part.conditions for part in [self.whole, *self.parts]), strict=True)
+        for (_, expected), *others in outcomes:
+            if any(outcome != expected for _, outcome in others):
+                raise refuse(
+                    LOSS + " or a logged value",
+                    "an `if` on a value reduced over the batch comes out otherwise on a part of the batch",
+                    "make training_step run the same operations whatever that value, or use num_microbatches=1",
+                )
 
     def _refuse_numbers(self, what: str, root: Node, rules: Rules) -> None:
         for number in leaves_of(root, Number):
@@ -151,7 +162,12 @@ class _Trial:
                     "reduce first and compute with reduced values, e.g. (x * mask).sum() / mask.sum(); or use num_microbatches=1",
                 )
             if whole.kind == "opaque" and batch.leaves[leaf.index] is None:
-                raise refuse(what, f"no rule (mean, sum, ...) makes the batch's value of '{whole.name}' from its parts")
+                caution = (
+                    " (a mean could be over valid targets only, as there are integers in the batch)"
+                    if self.whole.has_targets
+                    else ""
+                )
+                raise refuse(what, f"no proven rule makes the batch's value of '{whole.name}' from its parts{caution}")
             value, scale = batch.leaves[leaf.index], _scale([part.leaves[leaf.index].value for part in self.parts])
             if value is not None and not _agree(value, whole.value, scale):
                 raise refuse(
@@ -197,12 +213,12 @@ def _finished(run: Run, trace: _ProbeTrace, draw: int, start: int, stop: int) ->
 
 def _number_rule(trials: Sequence[_Trial], place: int) -> str:
     columns = [(t.whole.numbers[place], [p.numbers[place] for p in t.parts], t.sizes) for t in trials]
-    return _first_fitting(columns) or "none"
+    return _first_fitting(columns, _candidates(NUMBER_RULES, trials[0].whole)) or "none"
 
 
 def _key_rule(trials: Sequence[_Trial], key: str) -> str:
     columns = [(float(t.whole.keys[key]), [float(p.keys[key]) for p in t.parts], t.sizes) for t in trials]  # pyright: ignore[reportArgumentType]
-    rule = _first_fitting(columns)
+    rule = _first_fitting(columns, _candidates(NUMBER_RULES, trials[0].whole))
     if rule is None:
         raise refuse(
             f"the logged value '{key}'",
@@ -213,8 +229,13 @@ def _key_rule(trials: Sequence[_Trial], key: str) -> str:
     return rule
 
 
-def _first_fitting(columns: Sequence[tuple[float, list[float], list[int]]]) -> str | None:
-    for rule in NUMBER_RULES:
+def _candidates(rules: Sequence[str], whole: Finished) -> list[str]:
+    """A mean that cannot be followed may be over valid targets, of which this batch, by chance, ignores none: then it is no candidate."""
+    return [rule for rule in rules if rule != "rows" or not whole.has_targets]
+
+
+def _first_fitting(columns: Sequence[tuple[float, list[float], list[int]]], candidates: Sequence[str]) -> str | None:
+    for rule in candidates:
         if all(
             (rule != "equal" or all(fits(v, parts[0], 1e-6) for v in parts))
             and fits(combine_numbers(rule, parts, sizes), whole, 1e-4 if isinstance(whole, float) else 0.0)
@@ -228,7 +249,7 @@ def _opaque_rules(trials: Sequence[_Trial]) -> dict[int, str]:
     rules: dict[int, str] = {}
     for place, leaf in enumerate(trials[0].whole.leaves):
         if leaf.kind == "opaque":
-            candidates = ("rows", "sum") if leaf.differentiable else TENSOR_RULES
+            candidates = _candidates(("rows", "sum") if leaf.differentiable else TENSOR_RULES, trials[0].whole)
             fitting = [rule for rule in candidates if all(_opaque_fits(trial, place, rule) for trial in trials)]
             if fitting:
                 rules[place] = fitting[0]
@@ -268,6 +289,7 @@ def _shown(value: Any) -> str:
 
 _DROPOUTS = (F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout, torch.dropout)
 
+
 class _ProbeTrace(TailTrace):
     """A trace in which dropout is off and random numbers drawn per row are those that the whole drew for that row."""
 
@@ -296,7 +318,11 @@ class _ProbeTrace(TailTrace):
             whole, size = self._drawn[call], self._stop - self._start
             if whole.shape == result.shape:
                 result.copy_(whole)
-            elif result.ndim and whole.shape[1:] == result.shape[1:] and result.shape[0] * self._rows == whole.shape[0] * size:
+            elif (
+                result.ndim
+                and whole.shape[1:] == result.shape[1:]
+                and result.shape[0] * self._rows == whole.shape[0] * size
+            ):
                 per_row = whole.shape[0] // self._rows
                 result.copy_(whole[self._start * per_row : self._stop * per_row])
 

@@ -24,15 +24,24 @@ from torch.nn import Parameter
 
 from lightning_4d.errors import UnsupportedError, explain
 from lightning_4d.parallel.pipeline.combine import LeafValue, combine, combine_numbers, wide
-from lightning_4d.parallel.pipeline.scalars import Constant, Environment, Form, Leaf, Node, Number, forms
+from lightning_4d.parallel.pipeline.scalars import Constant, Environment, Form, Leaf, Node, Number, Renumbering, forms
 from lightning_4d.parallel.pipeline.tail_trace import TailTrace
 
-__all__ = ["LOSS", "BatchReduction", "Finished", "Plan", "Rules", "Seeds", "batch_environment", "differs", "leaves_of", "refuse"]
+__all__ = [
+    "LOSS",
+    "BatchReduction",
+    "Finished",
+    "Plan",
+    "Rules",
+    "Seeds",
+    "batch_environment",
+    "differs",
+    "leaves_of",
+    "refuse",
+]
 
 LOSS = "the loss"
-REMEDY = (
-    "use num_microbatches=1; or, if the loss is known to be a mean (or a sum) over samples, loss_reduction='mean' (or 'sum')"
-)
+REMEDY = "use num_microbatches=1; or, if the loss is known to be a mean (or a sum) over samples, loss_reduction='mean' (or 'sum')"
 LOG_REMEDY = "log a mean, sum, maximum or minimum over the samples, or use num_microbatches=1"
 
 _L = TypeVar("_L", Leaf, Number, Constant)
@@ -80,6 +89,7 @@ class Finished:
     loss_value: Tensor | None
     needs_gradient: bool
     replayable: bool
+    has_targets: bool
     keys: dict[str, Node | float]
     dtypes: dict[str, torch.dtype]
     signature: int
@@ -91,35 +101,62 @@ class Finished:
 
     @classmethod
     def of(cls, trace: TailTrace, loss: Tensor | None, logged: Mapping[str, Tensor | float]) -> Finished:
-        """Close a trace: the programs of the loss and of the logged values."""
+        """Close a trace: the programs of the loss and of the logged values, and the leaves, constants and numbers that they use."""
+        renumber = Renumbering()
         dtypes = {key: value.dtype for key, value in logged.items() if isinstance(value, Tensor)}
+        root = None
         if loss is not None:
             dtypes[LOSS] = loss.dtype
-        root = None if loss is None else _program(trace, LOSS, loss)
+            root = renumber(_program(trace, LOSS, loss))
         keys: dict[str, Node | float] = {}
         for key, value in logged.items():
             node = trace.node(value)
             is_number = node is None and isinstance(value, (int, float))
-            keys[key] = value if is_number else (node or _program(trace, f"the logged value '{key}'", value))
-        parts = (
-            tuple((leaf.kind, leaf.name, leaf.order) for leaf in trace.leaves),
-            None if root is None else root.signature,
-            tuple((key, "number" if isinstance(v, (int, float)) else v.signature) for key, v in keys.items()),
-            tuple(node.signature for node, _ in trace.conditions),
-            len(trace.numbers),
-        )
+            keys[key] = value if is_number else renumber(node or _program(trace, f"the logged value '{key}'", value))
+        conditions = [
+            (renumber(node), outcome) for node, outcome in trace.conditions if not _is_any_or_all(trace, node)
+        ]
         for leaf in trace.leaves:
             leaf.differentiable = leaf.value.requires_grad
-        value = None if loss is None else loss.detach()
-        grad = loss is not None and loss.requires_grad
-        made = (trace.leaves, trace.constants, trace.numbers, trace.conditions)
-        return cls(*made, root, value, grad, trace.replayable, keys, dtypes, hash(parts))
+        finished = cls(
+            leaves=[trace.leaves[i] for i in renumber.leaves],
+            constants=[trace.constants[i] for i in renumber.constants],
+            numbers=[trace.numbers[i] for i in renumber.numbers],
+            conditions=conditions,
+            loss=root,
+            loss_value=None if loss is None else loss.detach(),
+            needs_gradient=loss is not None and loss.requires_grad,
+            replayable=trace.replayable,
+            has_targets=trace.has_targets,
+            keys=keys,
+            dtypes=dtypes,
+            signature=0,
+        )
+        finished.signature = finished._signature()
+        trace.close()
+        return finished
+
+    def _signature(self) -> int:
+        keys = ((key, "number" if isinstance(v, (int, float)) else v.signature) for key, v in self.keys.items())
+        return hash(
+            (
+                tuple((leaf.kind, leaf.name, leaf.order) for leaf in self.leaves),
+                None if self.loss is None else self.loss.signature,
+                tuple(keys),
+                tuple(node.signature for node, _ in self.conditions),
+            )
+        )
 
     def detach(self) -> None:
         """Let go of the graph, once the root is made."""
         for leaf in self.leaves:
             leaf.detach()
         self.constants = [constant.detach() for constant in self.constants]
+
+
+def _is_any_or_all(trace: TailTrace, node: Node) -> bool:
+    """`if mask.any()`: when it comes out alike for all microbatches, it does so for the batch; else it shows in the programs."""
+    return isinstance(node, Leaf) and trace.leaves[node.index].value.dtype == torch.bool
 
 
 def _program(trace: TailTrace, what: str, value: Tensor | float) -> Node:
@@ -129,7 +166,9 @@ def _program(trace: TailTrace, what: str, value: Tensor | float) -> Node:
     if not isinstance(value, Tensor):
         raise refuse(what, f"it is a {type(value).__name__}, neither a tensor nor a number")
     if trace.tag(value) is not None:
-        raise refuse(what, f"it has the shape {list(value.shape)}; only a value reduced over all samples can be combined")
+        raise refuse(
+            what, f"it has the shape {list(value.shape)}; only a value reduced over all samples can be combined"
+        )
     if isinstance(value, Parameter):
         return trace.describe(value)
     trace.leaf(LeafValue("opaque", value, "an operation that cannot be followed"))
@@ -321,7 +360,10 @@ def batch_environment(parts: Sequence[Finished], sizes: Sequence[int], rules: Ru
         for place, values in enumerate(zip(*(part.leaves for part in parts), strict=True))
     ]
     columns = zip(*(part.numbers for part in parts), strict=True)
-    numbers = [_combined_number(LOSS + " or a logged value", rule, column, sizes) for rule, column in zip(rules.numbers, columns)]
+    numbers = [
+        _combined_number(LOSS + " or a logged value", rule, column, sizes)
+        for rule, column in zip(rules.numbers, columns)
+    ]
     return Environment(leaves, parts[0].constants, numbers)
 
 
@@ -330,7 +372,10 @@ def _combined_number(what: str, rule: str, values: Sequence[float], sizes: Seque
         return values[0]  # used by nothing, or the probe had refused it
     if rule == "equal" and any(value != values[0] and value == value for value in values):
         shown = ", ".join(f"{value:g}" for value in values)
-        raise refuse(what, f"it uses a Python number that was taken for a constant and is {shown} in the microbatches of one batch")
+        raise refuse(
+            what,
+            f"it uses a Python number that was taken for a constant and is {shown} in the microbatches of one batch",
+        )
     return combine_numbers(rule, values, sizes)
 
 
@@ -402,7 +447,9 @@ class Seeds:
         self.kinds = [rules.opaque.get(i, leaf.kind) for i, leaf in enumerate(first.leaves)]
         self.used = sorted(leaf.index for leaf in leaves_of(first.loss) if first.leaves[leaf.index].differentiable)
         self.expected = {i: max(first.leaves[i].count, 1) * self.scale for i in self.used if self.kinds[i] == "mean"}
-        self.numbers = [v * self.scale if rule == "sum" else v for rule, v in zip(rules.numbers, first.numbers, strict=True)]
+        self.numbers = [
+            v * self.scale if rule == "sum" else v for rule, v in zip(rules.numbers, first.numbers, strict=True)
+        ]
         self._first = first
         self.own = [i for i, constant in enumerate(first.constants) if constant.requires_grad]
         self._refuse_gradients_without_rule(first)
@@ -494,7 +541,9 @@ class Seeds:
             estimates.append(value)
         return estimates
 
-    def _slopes(self, leaves: Sequence[Tensor | None], first: Finished, numbers: Sequence[float] | None = None) -> list[Tensor]:
+    def _slopes(
+        self, leaves: Sequence[Tensor | None], first: Finished, numbers: Sequence[float] | None = None
+    ) -> list[Tensor]:
         """The derivatives of the program with respect to the differentiable leaves and constants, at the given values."""
         with torch.enable_grad():
             given = [None if v is None else v.detach() for v in leaves]
@@ -526,7 +575,10 @@ class Seeds:
         leaves = [None if value is None else self._guarded(leaf, value) for leaf, value in pairs]
         used = self.slopes or self._slopes(leaves, self._first)
         true = self._slopes(leaves, self._first, batch.numbers)
-        a, b = (torch.stack([s.sum().double() if s.device.type != "mps" else s.sum() for s in slopes]) for slopes in (true, used))
+        a, b = (
+            torch.stack([s.sum().double() if s.device.type != "mps" else s.sum() for s in slopes])
+            for slopes in (true, used)
+        )
         return (a * b).sum() / (b * b).sum() * ratio
 
     @staticmethod
@@ -547,7 +599,12 @@ def _early_totals(first: Finished, index: int, entries: Sequence[Sequence[Tensor
                 others = [
                     Environment(own, (), ()).evaluate(value.origin) for j, own in enumerate(entries) if j != index
                 ]
-            except (RuntimeError, IndexError, ValueError, TypeError):  # e.g. a shape written out, which fits one microbatch only
+            except (
+                RuntimeError,
+                IndexError,
+                ValueError,
+                TypeError,
+            ):  # e.g. a shape written out, which fits one microbatch only
                 continue
             parts = [value, *(LeafValue("sum", other, value.name) for other in others)]
             totals[leaf.index] = combine(parts, ())

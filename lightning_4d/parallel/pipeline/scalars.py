@@ -18,7 +18,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["Constant", "Environment", "Form", "Leaf", "Node", "Number", "Operation", "forms", "operation_name"]
+__all__ = [
+    "Constant",
+    "Environment",
+    "Form",
+    "Leaf",
+    "Node",
+    "Number",
+    "Operation",
+    "Renumbering",
+    "forms",
+    "operation_name",
+]
 
 Signature = tuple[Any, ...]
 
@@ -80,12 +91,16 @@ class Operation:
     in_place: bool = False
     item: int | None = None
     ndim: int = 0
-    signature: int = field(init=False)
+    _signature: list[int] = field(default_factory=list)
 
-    def __post_init__(self) -> None:
-        name = getattr(self.func, "__qualname__", str(self.func))
-        signature = hash((name, self.in_place, self.item, _structure(self.args), _structure(self.kwargs)))
-        object.__setattr__(self, "signature", signature)
+    @property
+    def signature(self) -> int:
+        """Equal for the same operation on the same places in the program of another microbatch. Computed once."""
+        if not self._signature:
+            name = getattr(self.func, "__qualname__", str(self.func))
+            whole = (name, self.in_place, self.item, _structure(self.args), _structure(self.kwargs))
+            self._signature.append(hash(whole))
+        return self._signature[0]
 
 
 Node = Leaf | Constant | Number | Operation
@@ -99,6 +114,36 @@ def _structure(value: Any) -> Any:
     if isinstance(value, dict):
         return tuple((k, _structure(v)) for k, v in sorted(value.items()))
     return repr(value)
+
+
+@dataclass(slots=True)
+class Renumbering:
+    """Numbers the leaves, constants and numbers that are used, in the order in which programs meet them."""
+
+    leaves: dict[int, int] = field(default_factory=dict)
+    constants: dict[int, int] = field(default_factory=dict)
+    numbers: dict[int, int] = field(default_factory=dict)
+    _made: dict[int, Operation] = field(default_factory=dict)
+
+    def __call__(self, node: Node) -> Node:
+        """The node with the new indices."""
+        if isinstance(node, Leaf):
+            return Leaf(self.leaves.setdefault(node.index, len(self.leaves)), node.ndim)
+        if isinstance(node, Constant):
+            return Constant(self.constants.setdefault(node.index, len(self.constants)), node.ndim)
+        if isinstance(node, Number):
+            return Number(self.numbers.setdefault(node.index, len(self.numbers)))
+        if id(node) not in self._made:
+            args, kwargs = self._inner(node.args), self._inner(node.kwargs)
+            self._made[id(node)] = Operation(node.func, args, kwargs, node.in_place, node.item, node.ndim)
+        return self._made[id(node)]
+
+    def _inner(self, value: Any) -> Any:
+        if isinstance(value, (Leaf, Constant, Number, Operation)):
+            return self(value)
+        if isinstance(value, dict):
+            return {k: self._inner(v) for k, v in value.items()}
+        return type(value)(self._inner(v) for v in value) if type(value) in (tuple, list) else value
 
 
 @dataclass(slots=True)

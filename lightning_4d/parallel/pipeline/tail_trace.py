@@ -19,7 +19,7 @@ from lightning_4d.parallel.pipeline.combine import LeafValue
 from lightning_4d.parallel.pipeline.leaves import RULES
 from lightning_4d.parallel.pipeline.scalars import Constant, Leaf, Node, Number, Operation, operation_name
 
-__all__ = ["MIXED", "RANDOM", "ROWS", "Rows", "TailTrace", "TracedFloat"]
+__all__ = ["MIXED", "RANDOM", "ROWS", "Rows", "TailTrace", "TracedFloat", "TracedInt"]
 
 
 class _Mark:
@@ -45,64 +45,84 @@ MIXED = _Mark("values of samples that use a value of the whole batch")
 
 Tag = _Mark | Node
 
-_LITERAL = (bool, str, bytes, type(None))
 _CONTENT_FREE = frozenset("zeros_like ones_like full_like new_zeros new_ones new_full new_tensor".split())
 RANDOM = frozenset(
     "rand randn randint rand_like randn_like randint_like bernoulli normal multinomial uniform exponential random log_normal cauchy "
     "geometric gumbel_softmax poisson randperm".split()
 )
-_UNFILLED = frozenset("empty empty_like new_empty empty_strided new_empty_strided".split())  # a kernel of the user fills them
+_UNFILLED = frozenset(
+    "empty empty_like new_empty empty_strided new_empty_strided".split()
+)  # a kernel of the user fills them
 
 
 class TracedFloat(float):
-    """What `item()` returns while a trace is on: a float that remembers the program it came from through + - * /."""
+    """What `item()` returns while a trace is on: a float that remembers the program it came from through + - * / and comparisons."""
 
     __slots__ = ("node", "trace")
     node: Node
     trace: TailTrace
 
-    @classmethod
-    def of(cls, value: float, node: Node, trace: TailTrace) -> TracedFloat:
-        """`value`, computed by `node` of `trace`."""
-        made = cls(value)
-        made.node, made.trace = node, trace
-        return made
-
     def __reduce__(self) -> tuple[Any, ...]:
         return float, (float(self),)
 
 
-def _arithmetic(name: str) -> Callable[[TracedFloat, Any], Any]:
-    plain = getattr(float, f"__{name}__")
-    func = getattr(operator, name.removeprefix("r") if name != "rsub" else "sub")
-    swapped = name.startswith("r")
+class TracedInt(int):
+    """The same for integers."""
 
-    def method(self: TracedFloat, other: Any) -> Any:
+    node: Node  # an int has no room for slots
+    trace: TailTrace
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return int, (int(self),)
+
+
+def _traced(value: float, node: Node, trace: TailTrace) -> TracedFloat | TracedInt:
+    made = TracedInt(value) if isinstance(value, int) else TracedFloat(value)
+    made.node, made.trace = node, trace
+    return made
+
+
+def _divide(a: Any, b: Any) -> Any:
+    """Python divides integers in fp64, torch in its default dtype."""
+    integers = isinstance(a, Tensor) and not a.is_floating_point()
+    return (a.double() if integers and a.device.type != "mps" else a) / b
+
+
+def _arithmetic(owner: type, name: str) -> Callable[[Any, Any], Any]:
+    plain = getattr(owner, f"__{name}__")
+    swapped = name in ("radd", "rsub", "rmul", "rtruediv")
+    func = getattr(operator, name.removeprefix("r") if swapped else name)
+    func = _divide if func is operator.truediv else func
+
+    def method(self: Any, other: Any) -> Any:
         value = plain(self, other)
-        if value is NotImplemented or not self.trace.open:
+        if not self.trace.open or isinstance(value, bool) or not isinstance(value, (int, float)):
             return value
         pair = (other, self) if swapped else (self, other)
-        return TracedFloat.of(value, Operation(func, self.trace.describe(pair), {}), self.trace)
+        return _traced(value, Operation(func, self.trace.describe(pair), {}), self.trace)
 
     return method
 
 
-def _comparison(name: str) -> Callable[[TracedFloat, Any], bool]:
-    plain, func = getattr(float, f"__{name}__"), getattr(operator, name)
+def _comparison(owner: type, name: str) -> Callable[[Any, Any], Any]:
+    plain, func = getattr(owner, f"__{name}__"), getattr(operator, name)
 
-    def method(self: TracedFloat, other: Any) -> bool:
+    def method(self: Any, other: Any) -> Any:
         outcome = plain(self, other)
         if isinstance(outcome, bool) and self.trace.open:
-            self.trace.conditions.append((Operation(func, self.trace.describe((self, other)), {}), outcome))
+            self.trace.condition(Operation(func, self.trace.describe((self, other)), {}), outcome)
         return outcome
 
     return method
 
 
-for _name in ("lt", "le", "gt", "ge"):
-    setattr(TracedFloat, f"__{_name}__", _comparison(_name))
-for _name in ("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv"):
-    setattr(TracedFloat, f"__{_name}__", _arithmetic(_name))
+for _owner, _class in ((float, TracedFloat), (int, TracedInt)):
+    for _name in ("lt", "le", "gt", "ge"):
+        setattr(_class, f"__{_name}__", _comparison(_owner, _name))
+    for _name in ("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv"):
+        setattr(_class, f"__{_name}__", _arithmetic(_owner, _name))
+
+_TRACED = (TracedFloat, TracedInt)
 
 
 class TailTrace(TorchFunctionMode):
@@ -119,9 +139,12 @@ class TailTrace(TorchFunctionMode):
         self.constants: list[Tensor] = []
         self.numbers: list[float] = []
         self.conditions: list[tuple[Node, bool]] = []
-        self.replayable = True  # whether the origins hold: nothing random, nothing changed in place
+        self.replayable = True  # whether the origins hold: nothing was changed in place
+        self.in_tail = False
+        self.has_targets = False  # whether integers, of which some may mean "ignored", are among the rows
         self._entries = 0
         self._tags: dict[int, tuple[weakref.ref[Tensor], Tag]] = {}
+        self._floats: dict[int, tuple[float, Node]] = {}
         self._without_gradient: dict[int, Operation] = {}
         self._constant_places: dict[int, int] = {}
 
@@ -134,11 +157,19 @@ class TailTrace(TorchFunctionMode):
         self.open = False
         super().__exit__(*error)
 
+    def close(self) -> None:
+        """Let go of all tensors; numbers that outlive the trace are plain numbers from here on."""
+        self.open = False
+        self._tags, self._floats, self._constant_places, self._without_gradient = {}, {}, {}, {}
+        self.leaves, self.constants, self.conditions, self.numbers = [], [], [], []
+
     def rows(self, *tensors: Any) -> None:
-        """Name tensors whose dim 0 (or an image of it) runs over the samples: entries of the batch, hidden states."""
+        """Name hidden states, or other tensors whose dim 0 (or an image of it) runs over the samples. The tail begins here."""
+        self.in_tail = True
         for tensor in tensors:
             if isinstance(tensor, Tensor):
                 self._tag(tensor, ROWS)
+                self.has_targets = self.has_targets or _is_integer(tensor)
 
     def entries(self, *tensors: Any) -> None:
         """Name the tensors of the batch that have rows, in an order that is the same for all microbatches."""
@@ -146,6 +177,7 @@ class TailTrace(TorchFunctionMode):
             if isinstance(tensor, Tensor):
                 self._tag(tensor, Rows(Leaf(self._entries, tensor.ndim)))
                 self._entries += 1
+                self.has_targets = self.has_targets or _is_integer(tensor)
 
     def tag(self, tensor: Any) -> Tag | None:
         """What is known of `tensor`; None for a constant."""
@@ -154,11 +186,15 @@ class TailTrace(TorchFunctionMode):
 
     def node(self, value: Any) -> Node | None:
         """The program that made a tensor or a number, if it depends on the batch's scalars."""
-        if isinstance(value, TracedFloat):
+        if isinstance(value, _TRACED):
             return value.node if value.trace is self else None
+        if type(value) is float:
+            return self._floats[id(value)][1] if id(value) in self._floats else None
         tag = self.tag(value) if isinstance(value, Tensor) else None
         if isinstance(tag, Operation) and id(tag) in self._without_gradient and value.requires_grad:
-            self.leaf(LeafValue("opaque", value, "a custom autograd.Function"))  # made inside its forward: its backward is its own
+            self.leaf(
+                LeafValue("opaque", value, "a custom autograd.Function")
+            )  # made inside its forward: its backward is its own
             return self.node(value)
         return None if isinstance(tag, _Mark) else tag
 
@@ -177,6 +213,13 @@ class TailTrace(TorchFunctionMode):
         result = func(*args)
         self._tag(result, Operation(func, self.describe(args), {}, ndim=result.ndim))
         return result
+
+    def condition(self, node: Node, outcome: bool) -> None:
+        """Note an `if`. Before hidden states there are only those on the batch, such as of a mask that masks nothing: they choose
+        between ways to compute the same values of samples, and need not come out alike.
+        """
+        if self.in_tail:
+            self.conditions.append((node, outcome))
 
     def describe(self, value: Any) -> Any:
         """`value` as an argument of the program: tensors and numbers become nodes."""
@@ -211,13 +254,12 @@ class TailTrace(TorchFunctionMode):
         result = func(*args, **kwargs)
         if isinstance(result, Tensor):
             name = operation_name(func)
-            self.replayable = self.replayable and name not in RANDOM
-            if name in _UNFILLED:
+            if name in _UNFILLED or (name in RANDOM and result.ndim):
                 self._tag(result, ROWS)
         return result
 
     def _argument_tag(self, value: Any) -> Tag | None:
-        return self.node(value) if isinstance(value, TracedFloat) else self.tag(value)
+        return self.tag(value) if isinstance(value, Tensor) else self.node(value)
 
     def _scalar_operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """An operation of the program: none of its arguments has rows."""
@@ -235,21 +277,33 @@ class TailTrace(TorchFunctionMode):
         elif name == "setitem":
             self._tag(args[0], MIXED)
         elif name == "bool":
-            self.conditions.append((described[0], result))
-        elif name == "item" and isinstance(result, float):
-            return TracedFloat.of(result, described[0], self)
+            self.condition(described[0], result)
+        elif name == "item" and type(result) in (int, float):
+            return _traced(result, described[0], self)
+        elif name == "float":
+            self._floats[id(result)] = (
+                result,
+                described[0],
+            )  # `float()` must return a plain float: known by its identity
         elif isinstance(result, (tuple, list)):
             self._note_items(func, described, named, result)
         return result
 
     def _described_arguments(self, func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """The arguments before the call. A constant that the call changes in place is kept as it was."""
-        name = getattr(func, "__name__", "")
-        changes_first = name.startswith("__i") or (name.endswith("_") and not name.startswith("__"))
-        if changes_first and args and isinstance(args[0], Tensor) and self.node(args[0]) is None:
-            self.constants.append(args[0].clone())
-            return Constant(len(self.constants) - 1, args[0].ndim), *self.describe(args[1:])
-        return self.describe(args)
+        """The arguments before the call; what the call changes in place and the program still needs is kept as it was."""
+        if not _in_place(func) or not args or not isinstance(args[0], Tensor):
+            return self.describe(args)
+        place = args[0].data_ptr()
+        for leaf in self.leaves:
+            if leaf.value.data_ptr() == place:
+                leaf.value = leaf.value.clone()
+        for index, constant in enumerate(self.constants):
+            if constant.data_ptr() == place:
+                self.constants[index] = constant.clone()
+        if self.node(args[0]) is not None:
+            return self.describe(args)
+        self.constants.append(args[0].clone())
+        return Constant(len(self.constants) - 1, args[0].ndim), *self.describe(args[1:])
 
     def _note_items(self, func: Any, described: Any, named: Any, results: Any) -> None:
         for item, result in enumerate(results):
@@ -278,12 +332,13 @@ class TailTrace(TorchFunctionMode):
     def _note_rows(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor, mixed: bool, item: int | None
     ) -> None:
-        if operation_name(func) in RANDOM or (bool(args) and result is args[0]) or "out" in kwargs:
+        random = operation_name(func) in RANDOM
+        if (_in_place(func) or "out" in kwargs) and not result.requires_grad:
             self.replayable = False
         if result.ndim == 0:
             self.leaf(LeafValue("mixed" if mixed else "opaque", result, operation_name(func)))
         else:
-            origin = None if mixed or result.requires_grad else self._origin(func, args, kwargs, item)
+            origin = None if mixed or random or result.requires_grad else self._origin(func, args, kwargs, item)
             self._tag(result, MIXED if mixed else Rows(origin) if origin is not None else ROWS)
 
     def _origin(
@@ -296,7 +351,9 @@ class TailTrace(TorchFunctionMode):
             tag = self._argument_tag(value)
             if tag is not None and (not isinstance(tag, Rows) or tag.origin is None):
                 return None
-        return Operation(func, self._with_origins(args), {k: self._with_origins(v) for k, v in kwargs.items()}, item=item)
+        return Operation(
+            func, self._with_origins(args), {k: self._with_origins(v) for k, v in kwargs.items()}, item=item
+        )
 
     def _with_origins(self, value: Any) -> Any:
         if isinstance(value, Tensor):
@@ -319,10 +376,20 @@ class TailTrace(TorchFunctionMode):
         return Constant(place, tensor.ndim)
 
 
+def _in_place(func: Any) -> bool:
+    """Whether a torch function changes its first argument, by its name: `add_`, `__iadd__`."""
+    name = getattr(func, "__name__", "")
+    return name.startswith("__i") or (name.endswith("_") and not name.startswith("__"))
+
+
+def _is_integer(tensor: Tensor) -> bool:
+    return not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
+
+
 def _flat(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Any]:
     """The tensors and traced numbers among the arguments, also in lists and tuples (`stack`, an index)."""
     for value in (*args, *kwargs.values()) if kwargs else args:
-        if isinstance(value, (Tensor, TracedFloat)):
+        if isinstance(value, (Tensor, float, TracedInt)):
             yield value
         elif isinstance(value, (tuple, list)):
             yield from _flat(tuple(value), {})

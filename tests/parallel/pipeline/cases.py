@@ -70,8 +70,13 @@ def whole(tail: Tail, batch: Mapping[str, Tensor]) -> Result:
 
 
 def in_parts(
-    tail: Tail, batch: Mapping[str, Tensor], sizes: Sequence[int], plan: Plan, mode: Any = "auto", prove: Any = None,
-    early: bool = True
+    tail: Tail,
+    batch: Mapping[str, Tensor],
+    sizes: Sequence[int],
+    plan: Plan,
+    mode: Any = "auto",
+    prove: Any = None,
+    early: bool = True,
 ) -> Result:
     """The step on microbatches of the given sizes, each one's backward before the next one's forward."""
     head, hidden = _fresh(batch)
@@ -119,7 +124,12 @@ def assert_same(given: Result, expected: Result, tolerance: float = 1e-12) -> No
     torch.testing.assert_close(given.loss, expected.loss, **close)
     for name, gradient in expected.gradients.items():
         other = given.gradients[name]
-        torch.testing.assert_close(other.expand_as(gradient) if other.ndim == 0 else other, gradient, msg=lambda m, n=name: f"{n}: {m}", **close)
+        torch.testing.assert_close(
+            other.expand_as(gradient) if other.ndim == 0 else other,
+            gradient,
+            msg=lambda m, n=name: f"{n}: {m}",
+            **close,
+        )
     assert given.logged.keys() == expected.logged.keys()
     for key, value in expected.logged.items():
         a, b = (_as_tensor(v) for v in (given.logged[key], value))

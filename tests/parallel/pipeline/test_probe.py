@@ -8,7 +8,6 @@ import random
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
 
 from lightning_4d.errors import UnsupportedError
 from lightning_4d.parallel.pipeline.probe import Outcome, check_decomposes
@@ -119,8 +118,8 @@ REFUSED = {
     mean_over_rows_then_sum: "the loss.*mixes samples.*'sum'",
     standardised: "the loss.*computed with a value of the whole batch",
     neighbours: "the loss.*mixes samples",
-    first_sample: "the logged value 'first'.*no rule",
-    median: "the logged value 'median'.*no rule",
+    first_sample: "the logged value 'first'.*no proven rule",
+    median: "the logged value 'median'.*no proven rule",
     vector: "the logged value 'vector'.*the shape \\[12, 5\\]",
     exponential_of_number: "the logged value 'ppl'.*Python number",
     number_in_loss: "the loss.*Python number",
@@ -139,13 +138,21 @@ def test_refused_by_name(tail):
 
 def divided_by_rows(head, hidden, batch):
     loss = F.mse_loss(head(hidden), batch["target"], reduction="sum") / hidden.size(0)
-    return loss, {"rows": len(hidden), "tokens": float(hidden.numel()), "width": hidden.size(-1), "mean": float(loss.detach())}
+    return loss, {
+        "rows": len(hidden),
+        "tokens": float(hidden.numel()),
+        "width": hidden.size(-1),
+        "mean": float(loss.detach()),
+    }
 
 
 def divided_by_valid(head, hidden, batch):
     logits, labels = head(hidden).flatten(0, 1), batch["labels"].flatten()
     count = int((labels != -100).sum())
-    return F.cross_entropy(logits, labels, reduction="sum") / count, {"count": count, "most": float(logits.detach().max())}
+    return F.cross_entropy(logits, labels, reduction="sum") / count, {
+        "count": count,
+        "most": float(logits.detach().max()),
+    }
 
 
 class _Opaque(torch.autograd.Function):
@@ -189,15 +196,57 @@ def noise_per_row(head, hidden, batch):
     return F.mse_loss(F.dropout(head(hidden), 0.5), batch["target"]) + noise.mean(), {}
 
 
+def numbers_from_tensors(head, hidden, batch):
+    logits, labels = head(hidden).flatten(0, 1), batch["labels"].flatten()
+    valid = (labels != -100).sum().item()
+    hits = (logits.argmax(-1) == labels).sum().item()
+    loss = F.cross_entropy(logits, labels, reduction="sum") / valid
+    return loss, {
+        "accuracy": hits / valid,
+        "percent": 100 * (hits / valid),
+        "valid": valid,
+        "loss": float(loss.detach()),
+    }
+
+
+def mean_by_numpy(head, hidden, batch):
+    loss = F.mse_loss(head(hidden), batch["target"])
+    return loss, {"mean": hidden.detach().numpy().mean().item(), "most": hidden.detach().numpy().max().item()}
+
+
+def without_integers(batch):
+    return {key: value for key, value in batch.items() if value.is_floating_point()}
+
+
+def with_integers(batch):
+    return batch
+
+
 @pytest.mark.parametrize(
-    "tail",
-    [divided_by_rows, divided_by_valid, opaque("mean"), opaque("sum"), program_in_function],
-    ids=["rows", "valid", "opaque mean", "opaque sum", "program in function"],
+    ("tail", "entries"),
+    [
+        (divided_by_rows, with_integers),
+        (divided_by_valid, with_integers),
+        (numbers_from_tensors, with_integers),
+        (opaque("sum"), with_integers),
+        (opaque("mean"), without_integers),
+        (program_in_function, without_integers),
+        (mean_by_numpy, without_integers),
+    ],
+    ids=["rows", "valid", "numbers from tensors", "opaque sum", "opaque mean", "program in function", "numpy"],
 )
 @pytest.mark.parametrize("sizes", [(4, 4, 4), (1, 2, 4, 5)], ids=str)
-def test_rules_found_by_the_probe(tail, sizes):
-    batch, plan = make_batch("some"), Plan()
+def test_rules_found_by_the_probe(tail, entries, sizes):
+    batch, plan = entries(make_batch("some")), Plan()
     assert_same(in_parts(tail, batch, sizes, plan, prove=proof(tail, batch, plan)), whole(tail, batch))
+
+
+@pytest.mark.parametrize(
+    ("tail", "name"), [(opaque("mean"), "the loss"), (program_in_function, "the loss"), (mean_by_numpy, "value 'mean'")]
+)
+def test_an_opaque_mean_may_be_over_valid_targets(tail, name):
+    with pytest.raises(UnsupportedError, match=name):
+        proof(tail, make_batch(), Plan())()
 
 
 def test_random_numbers_per_row_and_dropout_are_no_mixing():
