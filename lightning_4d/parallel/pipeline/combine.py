@@ -1,8 +1,9 @@
 """How the values of one leaf in all microbatches make its value for the whole batch.
 
-A leaf's `kind` is its rule: `sum`, `mean` (weighted by `count`, the elements it averages), `max`, `min`, `norm` (of order `order`),
-`var` and `std` (by their moments), `logsumexp`, `prod`; `equal` (the same in all microbatches), `rows` (a mean over samples).
-`opaque` leaves come from an operation whose rule is not known: the probe finds one. `mixed` leaves have none.
+A leaf's `kind` is its rule: `sum`, `mean` (weighted by `count`, the elements it averages), `max`, `min`, `norm` (of
+order `order`), `var` and `std` (by their moments), `logsumexp`, `prod`; `equal` (the same in all microbatches),
+`rows` (a mean over samples). `opaque` leaves come from an operation whose rule is not known: the probe finds one.
+`mixed` leaves have none.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ class LeafValue:
         order: Of a norm; the correction (Bessel's: 1) of a variance.
         mean: Of the elements, beside a variance.
         origin: How the value is made of the batch's entries alone, if it is.
-        guard: Zero is a legal value of the whole batch although something is divided by it: gradients are then zero, not nan.
+        guard: Zero is a legal value of the whole batch although something is divided by it: gradients are then zero,
+            not nan.
     """
 
     kind: str
@@ -140,7 +142,7 @@ def combine_numbers(kind: str, values: Sequence[float], sizes: Sequence[int]) ->
 
 
 def fits(given: Tensor | float, expected: Tensor | float, tolerance: float) -> bool:
-    """Whether two values agree up to rounding, relative to their size; nan agrees with nan. Reads the device: for set-up only."""
+    """Whether two values agree relative to their size; nan agrees with nan. Reads the device: for set-up only."""
     a = torch.as_tensor(given).detach().double().cpu()
     b = torch.as_tensor(expected).detach().double().cpu()
     return a.shape == b.shape and torch.allclose(a, b, rtol=tolerance, atol=tolerance * 1e-3, equal_nan=True)

@@ -1,8 +1,9 @@
 """The probe: does the user's loss, and does each logged value, combine over microbatches as their operations say?
 
-It runs the tail of the step on random hidden states: once on all rows, and on unequal parts of the same rows, several times. What the
-rules make of the parts must be what the whole gives. So it finds a loss that mixes samples (a contrastive loss, a batch norm in the
-head), and finds the rule of what cannot be followed: Python numbers, and operations that are not torch functions.
+It runs the tail of the step on random hidden states: once on all rows, and on unequal parts of the same rows, several
+times. What the rules make of the parts must be what the whole gives. So it finds a loss that mixes samples (a
+contrastive one, or batch-normed in the head), and the rule of what cannot be followed: Python numbers, and operations
+outside torch.
 
 Random numbers that the user's code draws per row are those of the whole also in the parts; dropout is off.
 """
@@ -32,6 +33,7 @@ from lightning_4d.parallel.pipeline.reduction import (
     differs,
     leaves_of,
     refuse,
+    refuse_mixed,
 )
 from lightning_4d.parallel.pipeline.scalars import Environment, Node, Number, operation_name
 from lightning_4d.parallel.pipeline.tail_trace import RANDOM, TailTrace
@@ -52,9 +54,10 @@ class Outcome:
 
 
 Run = Callable[[TailTrace, int, int, int], Outcome]
-"""`run(trace, draw, start, stop)`: the user's step on rows `start:stop` of the batch, inside `trace` (which it enters around the step, and
-to which it names the rows), with random hidden states in place of what the last block returns. Draw `draw` fixes them for all rows of the
-batch, whichever of them are asked for. It runs in the grad mode of the step itself, and leaves buffers, metrics and logs as they were."""
+"""`run(trace, draw, start, stop)`: the user's step on rows `start:stop` of the batch, inside `trace`, which it enters
+around the step and to which it names the batch's entries and the hidden states, as in the step itself. Random hidden
+states take the place of what the last block returns: draw `draw` fixes them for all rows of the batch, whichever are
+asked for. It runs in the grad mode of the step itself, and leaves buffers, metrics and logs as they were."""
 
 
 def unequal_splits(rows: int) -> list[list[int]]:
@@ -74,7 +77,7 @@ def check_decomposes(run: Run, rows: int, plan: Plan, mode: Mode = "auto") -> No
     """Prove that the step's loss and logged values combine over microbatches, and add the rules found to `plan`.
 
     Args:
-        run: See `Run`. Called four to seven times on about `rows` rows altogether each time; no rank but this one takes part.
+        run: See `Run`. Called on all rows and on their parts, at most ten times; no rank but this one takes part.
         rows: Rows of the batch; at least 2. With 1 row there is one microbatch and nothing to prove.
         plan: Receives the rules.
         mode: `loss_reduction`; "mean" and "sum" are the user's word and are not checked.
@@ -127,7 +130,8 @@ class _Trial:
         own = Environment([leaf.value for leaf in self.whole.leaves], self.whole.constants, self.whole.numbers)
         for what, root in roots.items():
             self._refuse_leaves(what, root, batch)
-            if not _agree(batch.evaluate(root), own.evaluate(root), 1.0):
+            least = [leaf.value.dtype for leaf in self.whole.leaves]
+            if not _agree(batch.evaluate(root), own.evaluate(root), 1.0, least):
                 raise refuse(what, "its value for the whole batch is not what its values in parts of the batch make")
         self._refuse_constants()
         self._refuse_conditions()
@@ -147,20 +151,17 @@ class _Trial:
             if rules.numbers[number.index] == "none":
                 raise refuse(
                     what,
-                    f"it uses a Python number that is {self.whole.numbers[number.index]:g} for the batch and no sum or mean of what "
-                    f"it is in parts of the batch",
-                    "compute with the tensor in place of the number (no .item(), float() or int()), or use num_microbatches=1",
+                    f"it uses a Python number that is {self.whole.numbers[number.index]:g} for the batch and no sum or "
+                    "mean of what it is in parts of the batch",
+                    "compute with the tensor in place of the number (no .item(), float() or int()), or use "
+                    "num_microbatches=1",
                 )
 
     def _refuse_leaves(self, what: str, root: Node, batch: Environment) -> None:
         for leaf in leaves_of(root):
             whole = self.whole.leaves[leaf.index]
             if whole.kind == "mixed":
-                raise refuse(
-                    what,
-                    f"the operation '{whole.name}' reduces values of samples that were computed with a value of the whole batch",
-                    "reduce first and compute with reduced values, e.g. (x * mask).sum() / mask.sum(); or use num_microbatches=1",
-                )
+                raise refuse_mixed(what, whole.name)
             if whole.kind == "opaque" and batch.leaves[leaf.index] is None:
                 caution = (
                     " (a mean could be over valid targets only, as there are integers in the batch)"
@@ -172,8 +173,8 @@ class _Trial:
             if value is not None and not _agree(value, whole.value, scale):
                 raise refuse(
                     what,
-                    f"it mixes samples: the operation '{whole.name}' gives {_shown(whole.value)} on the whole batch, but "
-                    f"{_shown(value)} from its parts",
+                    f"it mixes samples: the operation '{whole.name}' gives {_shown(whole.value)} on the whole batch, "
+                    f"but {_shown(value)} from its parts",
                 )
 
     def _refuse_constants(self) -> None:
@@ -182,8 +183,8 @@ class _Trial:
                 if a is not b and bool(differs(a.detach(), b.detach())):
                     raise refuse(
                         LOSS + " or a logged value",
-                        "it uses a tensor that depends on the rows but was not made by torch functions of the step, so it cannot be "
-                        "followed",
+                        "it uses a tensor that depends on the rows but was not made by torch functions of the step, "
+                        "so it cannot be followed",
                     )
 
 
@@ -208,7 +209,7 @@ def _finished(run: Run, trace: _ProbeTrace, draw: int, start: int, stop: int) ->
     return Finished.of(trace, outcome.loss, outcome.logged)
 
 
-# Rules of what cannot be followed ----------------------------------------------------------------------------------------------------
+# Rules of what cannot be followed -----------------------------------------------------------------------------------
 
 
 def _number_rule(trials: Sequence[_Trial], place: int) -> str:
@@ -222,15 +223,15 @@ def _key_rule(trials: Sequence[_Trial], key: str) -> str:
     if rule is None:
         raise refuse(
             f"the logged value '{key}'",
-            f"it is a Python number whose value for the batch ({columns[0][0]:g}) is neither the sum, the mean, the maximum nor the "
-            f"minimum of its values in parts of the batch ({', '.join(f'{v:g}' for v in columns[0][1])})",
+            f"it is a Python number whose value for the batch ({columns[0][0]:g}) is neither the sum, the mean, the "
+            f"maximum nor the minimum of those in parts of the batch ({', '.join(f'{v:g}' for v in columns[0][1])})",
             "log the tensor in place of the number, so that its operations can be followed; or use num_microbatches=1",
         )
     return rule
 
 
 def _candidates(rules: Sequence[str], whole: Finished) -> list[str]:
-    """A mean that cannot be followed may be over valid targets, of which this batch, by chance, ignores none: then it is no candidate."""
+    """Without the mean over samples where it may be one over valid targets, of which this batch may ignore none."""
     return [rule for rule in rules if rule != "rows" or not whole.has_targets]
 
 
@@ -263,13 +264,16 @@ def _opaque_fits(trial: _Trial, place: int, rule: str) -> bool:
     return all(_agree(part.value, trial.whole.leaves[place].value, 0.0) for part in parts)
 
 
-# Comparison ----------------------------------------------------------------------------------------------------------------------------
+# Comparison ---------------------------------------------------------------------------------------------------------
 
 
-def _agree(given: Any, expected: Any, scale: float) -> bool:
-    """Whether they agree up to rounding, relative to their own size or to `scale`, the size of what they were made of."""
+def _agree(given: Any, expected: Any, scale: float, least: Sequence[torch.dtype] = ()) -> bool:
+    """Whether they agree up to rounding, relative to their size or to `scale`, the size of what they were made of.
+
+    `least`: dtypes of what they were made of.
+    """
     a, b = torch.as_tensor(given).detach(), torch.as_tensor(expected).detach()
-    dtypes = [t.dtype for t in (a, b) if t.is_floating_point()]
+    dtypes = [dtype for dtype in (a.dtype, b.dtype, *least) if dtype.is_floating_point]
     tolerance = max((TOLERANCES.get(dtype, 1e-2) for dtype in dtypes), default=0.0)
     if fits(a, b, tolerance):
         return True
@@ -285,7 +289,7 @@ def _shown(value: Any) -> str:
     return f"{float(torch.as_tensor(value).detach().double().sum()):.6g}"
 
 
-# Randomness ----------------------------------------------------------------------------------------------------------------------------
+# Randomness ---------------------------------------------------------------------------------------------------------
 
 _DROPOUTS = (F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout, torch.dropout)
 

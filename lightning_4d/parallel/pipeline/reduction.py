@@ -2,14 +2,15 @@
 
 The engine traces the user's step on every microbatch (`tail_trace`), and asks `BatchReduction`
 
-* for the *root* of each microbatch, from which its backward starts before later microbatches ran: the sum of the gradients of all
+* for the *root* of each microbatch, from which its backward starts before later microbatches ran: the sum of the
+gradients of all
   roots, times `correction()`, is the gradient of the batch's loss;
 * for the batch's loss and logged values after the last microbatch.
 
-With P the user's program from leaves to loss, the batch's gradient is the sum over leaves of dP/dleaf at the batch's leaves times the
-leaf's gradient, which is a weighted sum over microbatches. Where dP/dleaf is known early the roots are exact. Else it is estimated from
-the first microbatch, and the ratio of the true and the estimated derivative, which must be the same for all leaves, is the correction.
-Nothing is read from the device here, except on the CPU.
+With P the user's program from leaves to loss, the batch's gradient is the sum over leaves of dP/dleaf at the batch's
+leaves times the leaf's gradient, which is a weighted sum over microbatches. Where dP/dleaf is known early the roots
+are exact. Else it is estimated from the first microbatch, and the ratio of the true and the estimated derivative,
+which must be the same for all leaves, is the correction. Nothing is read from the device here, except on the CPU.
 """
 
 from __future__ import annotations
@@ -38,10 +39,14 @@ __all__ = [
     "differs",
     "leaves_of",
     "refuse",
+    "refuse_mixed",
 ]
 
 LOSS = "the loss"
-REMEDY = "use num_microbatches=1; or, if the loss is known to be a mean (or a sum) over samples, loss_reduction='mean' (or 'sum')"
+REMEDY = (
+    "use num_microbatches=1; or, if the loss is known to be a mean (or a sum) over samples, loss_reduction='mean' (or "
+    "'sum')"
+)
 LOG_REMEDY = "log a mean, sum, maximum or minimum over the samples, or use num_microbatches=1"
 
 _L = TypeVar("_L", Leaf, Number, Constant)
@@ -53,9 +58,18 @@ def refuse(what: str, rule: str, remedy: str | None = None) -> UnsupportedError:
     return UnsupportedError(explain(what, rule, remedy or (REMEDY if what.startswith(LOSS) else LOG_REMEDY)))
 
 
+def refuse_mixed(what: str, operation: str) -> UnsupportedError:
+    """The refusal of a value of samples that uses a value of the batch."""
+    return refuse(
+        what,
+        f"the operation '{operation}' reduces values of samples that were computed with a value of the whole batch",
+        "reduce first and compute with reduced values, e.g. (x * mask).sum() / mask.sum(); or use num_microbatches=1",
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """What the probe found for a program: the rule of each Python number, of each opaque leaf and of each key logged as a number."""
+    """What the probe found for a program: the rules of numbers, of opaque leaves and of keys logged as numbers."""
 
     numbers: tuple[str, ...] = ()
     opaque: Mapping[int, str] = field(default_factory=dict)
@@ -64,7 +78,10 @@ class Rules:
 
 @dataclass(slots=True)
 class Plan:
-    """The programs that the probe has proven, for the life of a strategy; `unproven`: accept others, numbers being constants."""
+    """The programs that the probe has proven, for the life of a strategy.
+
+    `unproven`: accept all others too, taking their numbers for constants. For tests.
+    """
 
     rules: dict[int, Rules] = field(default_factory=dict)
     unproven: bool = False
@@ -101,7 +118,7 @@ class Finished:
 
     @classmethod
     def of(cls, trace: TailTrace, loss: Tensor | None, logged: Mapping[str, Tensor | float]) -> Finished:
-        """Close a trace: the programs of the loss and of the logged values, and the leaves, constants and numbers that they use."""
+        """Close a trace: the programs of the loss and of the logged values, with the leaves and constants they use."""
         renumber = Renumbering()
         dtypes = {key: value.dtype for key, value in logged.items() if isinstance(value, Tensor)}
         root = None
@@ -110,9 +127,10 @@ class Finished:
             root = renumber(_program(trace, LOSS, loss))
         keys: dict[str, Node | float] = {}
         for key, value in logged.items():
-            node = trace.node(value)
-            is_number = node is None and isinstance(value, (int, float))
-            keys[key] = value if is_number else renumber(node or _program(trace, f"the logged value '{key}'", value))
+            if isinstance(value, (int, float)) and trace.node(value) is None:
+                keys[key] = value
+            else:
+                keys[key] = renumber(_program(trace, f"the logged value '{key}'", value))
         conditions = [
             (renumber(node), outcome) for node, outcome in trace.conditions if not _is_any_or_all(trace, node)
         ]
@@ -155,7 +173,7 @@ class Finished:
 
 
 def _is_any_or_all(trace: TailTrace, node: Node) -> bool:
-    """`if mask.any()`: when it comes out alike for all microbatches, it does so for the batch; else it shows in the programs."""
+    """`if mask.any()`: alike for all microbatches, it is so for the batch; else it shows in the programs."""
     return isinstance(node, Leaf) and trace.leaves[node.index].value.dtype == torch.bool
 
 
@@ -182,8 +200,10 @@ class BatchReduction:
         sizes: The number of samples of each microbatch.
         plan: What the probe has proven; kept by the engine from step to step.
         mode: `loss_reduction`: "mean" and "sum" say how losses combine, in place of what the trace finds.
-        entries: For each microbatch the tensors of its own that have rows, in the order in which `TailTrace.entries` is told of
-            them: totals that depend on the batch alone (the number of valid targets) are then known before the first backward.
+        entries: For each microbatch the tensors of its own that have rows, in the order in which `TailTrace.entries`
+            is told of
+            them: totals that depend on the batch alone (the number of valid targets) are then known before the first
+                backward.
         prove: Called when the plan does not know the step's program yet: runs the probe and adds to the plan.
     """
 
@@ -206,7 +226,7 @@ class BatchReduction:
         self._seeds: Seeds | None = None
         self._batch: Environment | None = None
 
-    # During the step -----------------------------------------------------------------------------------------------------------
+    # During the step ------------------------------------------------------------------------------------------------
 
     def finish(
         self, index: int, trace: TailTrace, loss: Tensor | None, logged: Mapping[str, Tensor | float]
@@ -223,7 +243,8 @@ class BatchReduction:
             A 0-d tensor with the graph; None without a loss.
 
         Raises:
-            UnsupportedError: The loss or a key has no rule; the microbatches took different paths through the user's code.
+            UnsupportedError: The loss or a key has no rule; the microbatches took different paths through the user's
+                code.
         """
         part = Finished.of(trace, loss, logged)
         first = self._start(part)
@@ -261,7 +282,7 @@ class BatchReduction:
             self._seeds = Seeds(part, self._rules, self.sizes, index, self._entries)
         return self._seeds.root(index, part, loss)
 
-    # After the step ------------------------------------------------------------------------------------------------------------
+    # After the step -------------------------------------------------------------------------------------------------
 
     def loss(self) -> Tensor:
         """The batch's loss, detached; all microbatches must be finished."""
@@ -302,7 +323,8 @@ class BatchReduction:
     def disagreement(self) -> Tensor | bool:
         """Whether a value taken for a constant, or the outcome of an `if`, was not the same for microbatches and batch.
 
-        A bool or a 0-d bool tensor. On the CPU read it at every step, elsewhere now and then: true means wrong numbers, see `check`.
+        A bool or a 0-d bool tensor. On the CPU read it at every step, elsewhere now and then: true means wrong
+        numbers, see `check`.
         """
         parts, flag = self._ordered(), False
         first = parts[0]
@@ -325,7 +347,8 @@ class BatchReduction:
         """Raise if `disagreement()`; reads the device.
 
         Raises:
-            UnsupportedError: The step used a value of its microbatch where a constant, or the batch's value, was needed.
+            UnsupportedError: The step used a value of its microbatch where a constant, or the batch's value, was
+                needed.
         """
         if bool(self.disagreement()):
             raise refuse(
@@ -384,7 +407,7 @@ def _combines(leaf: LeafValue, place: int, rules: Rules) -> bool:
 
 
 def differs(a: Tensor, b: Tensor) -> Tensor | bool:
-    """Whether two constants differ by more than rounding: a bool, or a 0-d bool tensor. Reads nothing from the device."""
+    """Whether two constants differ by more than rounding: a bool or a 0-d bool tensor, not read from the device."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return True
     return torch.isclose(a, b, rtol=1e-4, atol=1e-6, equal_nan=True).all().logical_not() if a.numel() else False
@@ -402,11 +425,7 @@ def _refuse_leaves_without_rule(part: Finished, rules: Rules, mode: Mode) -> Non
         for leaf in leaves_of(node):
             value = part.leaves[leaf.index]
             if value.kind == "mixed":
-                raise refuse(
-                    what,
-                    f"the operation '{value.name}' reduces values of samples that were computed with a value of the whole batch",
-                    "reduce first and compute with reduced values, e.g. (x * mask).sum() / mask.sum(); or use num_microbatches=1",
-                )
+                raise refuse_mixed(what, value.name)
             if value.kind == "opaque" and leaf.index not in rules.opaque:
                 raise refuse(what, f"the operation '{value.name}' has no known rule over samples")
 
@@ -464,7 +483,7 @@ class Seeds:
         self.mean_only = self.early and not self.totals and all(self.kinds[i] in ("mean", "rows") for i in self.used)
         self.slopes = None if self.early else self._slopes(self._estimate(first), first)
 
-    # What the structure says ----------------------------------------------------------------------------------------------------
+    # What the structure says ----------------------------------------------------------------------------------------
 
     def _form(self, first: Finished, constants_too: bool, numbers_late: bool = False) -> Form:
         def of_leaf(node: Node) -> Form:
@@ -489,11 +508,11 @@ class Seeds:
     def _several_totals() -> UnsupportedError:
         return refuse(
             LOSS,
-            "its terms are divided by totals (such as the number of valid targets) that differ and are known after the last "
-            "microbatch only",
+            "its terms are divided by totals (such as the number of valid targets) that differ and are known after the "
+            "last microbatch only",
         )
 
-    # Roots ------------------------------------------------------------------------------------------------------------------------
+    # Roots ----------------------------------------------------------------------------------------------------------
 
     def root(self, index: int, part: Finished, loss: Tensor) -> Tensor:
         """What the backward of microbatch `index` starts from."""
@@ -524,10 +543,10 @@ class Seeds:
             return value / share
         return value * (leaf.count / self.expected[i] / share) if leaf.count else torch.zeros_like(value)
 
-    # Late derivatives -----------------------------------------------------------------------------------------------------------
+    # Late derivatives -----------------------------------------------------------------------------------------------
 
     def _estimate(self, first: Finished) -> list[Tensor | None]:
-        """The batch's leaves as the first microbatch suggests them; never zero or nan, by which the program might divide."""
+        """The batch's leaves as the first microbatch suggests them; not zero or nan: it may divide by them."""
         estimates: list[Tensor | None] = []
         for kind, leaf in zip(self.kinds, first.leaves, strict=True):
             value = wide(leaf.value.detach())
@@ -544,7 +563,7 @@ class Seeds:
     def _slopes(
         self, leaves: Sequence[Tensor | None], first: Finished, numbers: Sequence[float] | None = None
     ) -> list[Tensor]:
-        """The derivatives of the program with respect to the differentiable leaves and constants, at the given values."""
+        """The derivatives of the program by the differentiable leaves and constants, at the given values."""
         with torch.enable_grad():
             given = [None if v is None else v.detach() for v in leaves]
             constants = [c.detach() for c in self._first.constants]
@@ -588,7 +607,7 @@ class Seeds:
 
 
 def _early_totals(first: Finished, index: int, entries: Sequence[Sequence[Tensor]] | None) -> dict[int, Tensor]:
-    """Totals of the batch that its entries alone give: by the operations of the first finished microbatch on those of the others."""
+    """Totals of the batch that its entries alone give, by the first finished microbatch's operations on the others'."""
     if entries is None or not first.replayable:
         return {}
     totals: dict[int, Tensor] = {}

@@ -1,12 +1,12 @@
 """The scalar program of a step: what a user's code computes from values that already were reduced over the batch.
 
-`log("ppl", exp(loss))` is the operation `exp` on the leaf `loss`. Evaluated on the leaves of the whole batch instead of those of one
-microbatch, the program gives the batch's value. `forms` tells how a program depends on its differentiable leaves, from its
-structure alone, so that nothing has to be read from the device.
+`log("ppl", exp(loss))` is the operation `exp` on the leaf `loss`. Evaluated on the leaves of the whole batch instead
+of those of one microbatch, the program gives the batch's value. `forms` tells how a program depends on its
+differentiable leaves, from its structure alone, so that nothing has to be read from the device.
 
-Vocabulary: a *leaf* is a value reduced over all rows of a microbatch; a *constant* does not depend on the batch; a *number* is a
-Python number in the program, which may or may not (`x.size(0)`) depend on the batch. *Early*: known for the whole batch before the
-first backward. *Late*: known after the last forward only.
+Vocabulary: a *leaf* is a value reduced over all rows of a microbatch; a *constant* does not depend on the batch; a
+*number* is a Python number in the program, which may or may not (`x.size(0)`) depend on the batch. *Early*: known for
+the whole batch before the first backward. *Late*: known after the last forward only.
 """
 
 from __future__ import annotations
@@ -34,11 +34,42 @@ __all__ = [
 Signature = tuple[Any, ...]
 
 _ADDITIVE = frozenset(
-    "add radd iadd sub rsub isub neg positive sum mean stack cat getitem squeeze unsqueeze view reshape flatten to type float double "
-    "half bfloat16 clone contiguous cpu cuda alias expand requires_grad".split()
+    [
+        "add",
+        "radd",
+        "iadd",
+        "sub",
+        "rsub",
+        "isub",
+        "neg",
+        "positive",
+        "sum",
+        "mean",
+        "stack",
+        "cat",
+        "getitem",
+        "squeeze",
+        "unsqueeze",
+        "view",
+        "reshape",
+        "flatten",
+        "to",
+        "type",
+        "float",
+        "double",
+        "half",
+        "bfloat16",
+        "clone",
+        "contiguous",
+        "cpu",
+        "cuda",
+        "alias",
+        "expand",
+        "requires_grad",
+    ]
 )
-_PRODUCTS = frozenset("mul rmul imul multiply".split())
-_QUOTIENTS = frozenset("div truediv itruediv idiv divide true_divide".split())
+_PRODUCTS = frozenset(["mul", "rmul", "imul", "multiply"])
+_QUOTIENTS = frozenset(["div", "truediv", "itruediv", "idiv", "divide", "true_divide"])
 _DETACHED = frozenset(["detach"])
 
 
@@ -81,9 +112,9 @@ class Number:
         return hash(("number", self.index))
 
 
-@dataclass(frozen=True, eq=False, slots=True)
+@dataclass(eq=False, slots=True)
 class Operation:
-    """`func(*args, **kwargs)` with nodes in place of tensors and numbers; `item`: which of several results, None for the only one."""
+    """`func(*args, **kwargs)` with nodes in place of tensors and numbers; `item`: which of several results."""
 
     func: Callable[..., Any]
     args: tuple[Any, ...]
@@ -148,7 +179,7 @@ class Renumbering:
 
 @dataclass(slots=True)
 class Environment:
-    """The values of the leaves, constants and numbers on which a program is evaluated; results are kept for shared parts."""
+    """The values of leaves, constants and numbers on which a program is evaluated. Shared parts run once."""
 
     leaves: Sequence[Tensor | None]
     constants: Sequence[Tensor]
@@ -187,8 +218,9 @@ class Environment:
 class Form:
     """How a node depends on the differentiable leaves.
 
-    `factors` maps each of them to the late factors in its derivative: `()` when the derivative is known early; two leaves with equal
-    entries have derivatives whose ratio is known early. `late`: the node's own value is known late only.
+    `factors` maps each of them to the late factors in its derivative: `()` when the derivative is known early; two
+    leaves with equal entries have derivatives whose ratio is known early. `late`: the node's own value is known late
+    only.
     """
 
     factors: dict[Node, Signature]
@@ -231,7 +263,7 @@ def _children(value: Any) -> list[Node]:
 
 
 def operation_name(func: Callable[..., Any]) -> str:
-    """The name of a torch function without the underscores of operators and in-place forms: `__iadd__` is `iadd`, `add_` is `add`."""
+    """The name of a torch function without underscores at its ends: `__iadd__` is `iadd`, `add_` is `add`."""
     return getattr(func, "__name__", str(func)).strip("_")
 
 
@@ -260,7 +292,7 @@ def _times(form: Form, other: Node, other_form: Form, how: str) -> dict[Node, Si
 
 
 def _slope(node: Operation, place: int, form: Form, arguments: int) -> dict[Node, Signature]:
-    """The derivatives through any other function: late when its argument is; common to all leaves of one scalar argument only."""
+    """The derivatives through any other function: late if its argument is, common to leaves of one scalar argument."""
     if not form.late:
         late_elsewhere = arguments > 1
         if not late_elsewhere:

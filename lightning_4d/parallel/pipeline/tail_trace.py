@@ -1,7 +1,8 @@
 """The trace of what a user's step makes of one microbatch: which tensors hold rows, and the program of the scalars.
 
-`TailTrace` is a `TorchFunctionMode`: it sees each torch function that the step calls (not what those call in turn) and costs a few
-microseconds per call. It changes no value, except that a mean over valid targets is taken as a sum and a division.
+`TailTrace` is a `TorchFunctionMode`: it sees each torch function that the step calls (not what those call in turn)
+and costs a few microseconds per call. It changes no value, except that a mean over valid targets is taken as a sum
+and a division.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class _Mark:
 
 
 class Rows(_Mark):
-    """Values of samples. `origin`: how they are made of the batch's entries alone; None if hidden states take part, or unknown."""
+    """Values of samples. `origin`: how they are made of the batch's entries alone, None if they are not."""
 
     def __init__(self, origin: Node | None = None) -> None:
         super().__init__("values of samples")
@@ -45,18 +46,36 @@ MIXED = _Mark("values of samples that use a value of the whole batch")
 
 Tag = _Mark | Node
 
-_CONTENT_FREE = frozenset("zeros_like ones_like full_like new_zeros new_ones new_full new_tensor".split())
+_CONTENT_FREE = frozenset(["zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full", "new_tensor"])
 RANDOM = frozenset(
-    "rand randn randint rand_like randn_like randint_like bernoulli normal multinomial uniform exponential random log_normal cauchy "
-    "geometric gumbel_softmax poisson randperm".split()
+    [
+        "rand",
+        "randn",
+        "randint",
+        "rand_like",
+        "randn_like",
+        "randint_like",
+        "bernoulli",
+        "normal",
+        "multinomial",
+        "uniform",
+        "exponential",
+        "random",
+        "log_normal",
+        "cauchy",
+        "geometric",
+        "gumbel_softmax",
+        "poisson",
+        "randperm",
+    ]
 )
 _UNFILLED = frozenset(
-    "empty empty_like new_empty empty_strided new_empty_strided".split()
+    ["empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided"]
 )  # a kernel of the user fills them
 
 
 class TracedFloat(float):
-    """What `item()` returns while a trace is on: a float that remembers the program it came from through + - * / and comparisons."""
+    """What `item()` returns while a trace is on: a float that remembers its program through + - * / and comparisons."""
 
     __slots__ = ("node", "trace")
     node: Node
@@ -128,8 +147,8 @@ _TRACED = (TracedFloat, TracedInt)
 class TailTrace(TorchFunctionMode):
     """Traces one microbatch; enter it around the user's step, on the rank that runs the loss.
 
-    Tensors that come from the batch's rows or from the blocks are to be named with `rows`; all others count as constants, which are
-    compared between microbatches.
+    Tensors that come from the batch's rows or from the blocks are to be named with `rows`; all others count as
+    constants, which are compared between microbatches.
     """
 
     def __init__(self) -> None:
@@ -164,7 +183,7 @@ class TailTrace(TorchFunctionMode):
         self.leaves, self.constants, self.conditions, self.numbers = [], [], [], []
 
     def rows(self, *tensors: Any) -> None:
-        """Name hidden states, or other tensors whose dim 0 (or an image of it) runs over the samples. The tail begins here."""
+        """Name hidden states, or others whose dim 0, or an image of it, runs over samples. The tail begins here."""
         self.in_tail = True
         for tensor in tensors:
             if isinstance(tensor, Tensor):
@@ -198,7 +217,7 @@ class TailTrace(TorchFunctionMode):
             return self.node(value)
         return None if isinstance(tag, _Mark) else tag
 
-    # What the rules call ---------------------------------------------------------------------------------------------------------
+    # What the rules call --------------------------------------------------------------------------------------------
 
     def leaf(self, leaf: LeafValue, made_by: tuple[Any, tuple[Any, ...], dict[str, Any]] | None = None) -> Tensor:
         """Register a leaf, the result of `made_by` (function and arguments); returns its value."""
@@ -215,8 +234,10 @@ class TailTrace(TorchFunctionMode):
         return result
 
     def condition(self, node: Node, outcome: bool) -> None:
-        """Note an `if`. Before hidden states there are only those on the batch, such as of a mask that masks nothing: they choose
-        between ways to compute the same values of samples, and need not come out alike.
+        """Note an `if`.
+
+        Those before the tail look at the batch alone, e.g. at a mask that masks nothing: they choose between ways to
+        compute the same values of samples, and need not come out alike.
         """
         if self.in_tail:
             self.conditions.append((node, outcome))
@@ -236,7 +257,7 @@ class TailTrace(TorchFunctionMode):
             return described if isinstance(value, list) else tuple(described)
         return value
 
-    # Each call of a torch function ---------------------------------------------------------------------------------------------
+    # Each call of a torch function ----------------------------------------------------------------------------------
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -290,7 +311,7 @@ class TailTrace(TorchFunctionMode):
         return result
 
     def _described_arguments(self, func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """The arguments before the call; what the call changes in place and the program still needs is kept as it was."""
+        """The arguments before the call; what it changes in place and the program still needs is kept as it was."""
         if not _in_place(func) or not args or not isinstance(args[0], Tensor):
             return self.describe(args)
         place = args[0].data_ptr()
@@ -363,7 +384,7 @@ class TailTrace(TorchFunctionMode):
             return type(value)(self._with_origins(v) for v in value) if type(value) in (tuple, list) else value
         return value
 
-    # Book-keeping ------------------------------------------------------------------------------------------------------------------
+    # Book-keeping ---------------------------------------------------------------------------------------------------
 
     def _tag(self, tensor: Tensor, tag: Tag) -> None:
         self._tags[id(tensor)] = (weakref.ref(tensor), tag)

@@ -1,4 +1,4 @@
-"""Tails of steps: what a user computes from hidden states and a batch, for the tests of the reduction and of the probe."""
+"""Runs tails of steps, whole and in parts: what a user computes from hidden states and a batch."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Head(nn.Module):
 
 
 def make_batch(ragged: str = "no", rows: int = ROWS) -> dict[str, Tensor]:
-    """A batch in fp64; `ragged`: "no", "some" targets are -100, or "empty": those of the first third of the rows all are."""
+    """A batch in fp64; `ragged`: "no", "some" targets are -100, or "empty": also all of the first third of rows."""
     torch.manual_seed(1)
     labels = torch.randint(0, CLASSES, (rows, TIME))
     if ragged != "no":
@@ -138,4 +138,6 @@ def assert_same(given: Result, expected: Result, tolerance: float = 1e-12) -> No
 
 
 def _as_tensor(value: Any) -> Tensor:
-    return value.detach() if isinstance(value, Tensor) else torch.tensor(float(value), dtype=torch.float64)
+    if isinstance(value, Tensor) and value.is_floating_point():
+        return value.detach()
+    return torch.tensor(float(value), dtype=torch.float64)

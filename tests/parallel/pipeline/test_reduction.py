@@ -1,4 +1,4 @@
-"""Losses and logged values over microbatches are those of the batch: values, and gradients of every parameter and hidden state."""
+"""Losses and logged values over microbatches are those of the batch: values, and all gradients."""
 
 from __future__ import annotations
 
@@ -197,6 +197,12 @@ def vector_of_scalars(head, hidden, batch):
     }
 
 
+def linear_cross_entropy(head, hidden, batch):
+    x, layer = head.norm(hidden).flatten(0, 1), head.head
+    labels = batch["labels"].flatten()
+    return F.linear_cross_entropy(x, layer.weight, labels, linear_bias=layer.bias), {}
+
+
 LOSSES = {
     "skipped mask": skips_what_a_mask_does_not_need,
     "vector of scalars": vector_of_scalars,
@@ -252,6 +258,10 @@ LOSSES = {
 }
 
 
+if hasattr(F, "linear_cross_entropy"):
+    LOSSES["linear cross entropy"] = linear_cross_entropy
+
+
 @pytest.mark.filterwarnings("ignore:reduction. 'mean' divides")
 @pytest.mark.parametrize("early", [True, False], ids=["early", "late"])
 @pytest.mark.parametrize(("sizes", "ragged"), CUTS, ids=str)
@@ -275,7 +285,7 @@ TOTALS_OF_THE_BATCH = {
 }
 
 
-# Several totals in one loss -------------------------------------------------------------------------------------------------------
+# Several totals in one loss -----------------------------------------------------------------------------------------
 
 
 def with_z_loss(head, hidden, batch):
@@ -351,6 +361,39 @@ def test_one_late_total_is_corrected_at_the_end(tail):
     assert_same(given, whole(tail, batch))
 
 
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 2e-2), (torch.float16, 5e-3)], ids=str)
+@pytest.mark.parametrize("autocast", [True, False], ids=["autocast", "true"])
+def test_half_precision(dtype, tolerance, autocast):
+    def tail(head, hidden, batch):
+        with torch.autocast("cpu", dtype, enabled=autocast):
+            own = torch.float32 if autocast else dtype
+            logits = head.to(own)(hidden.to(own))
+            loss = F.cross_entropy(*_flat(logits, batch))
+        return loss, {"loss": loss, "mean": logits.mean()}
+
+    batch = make_batch("empty")
+    given, expected = in_parts(tail, batch, UNEQUAL, Plan(unproven=True)), whole(tail, batch)
+    assert given.loss.dtype == expected.loss.dtype
+    for name, gradient in expected.gradients.items():
+        scale = float(gradient.abs().max())
+        torch.testing.assert_close(given.gradients[name].expand_as(gradient), gradient, rtol=0, atol=tolerance * scale)
+    torch.testing.assert_close(given.loss, expected.loss, rtol=tolerance, atol=0)
+
+
+def test_fp16_sums_stay_in_range():
+    logits = torch.full((20000, 4), 8.0, dtype=torch.float16)
+    logits[:, 0] = -8.0
+
+    def tail(head, hidden, batch):
+        return F.cross_entropy(hidden.half() + logits[: len(hidden)], batch["classes"]), {}
+
+    batch = {"hidden": torch.zeros(20000, 4, dtype=torch.float64), "classes": torch.zeros(20000, dtype=torch.long)}
+    given = in_parts(tail, batch, (10000, 10000), Plan(unproven=True))
+    expected = F.cross_entropy(logits.float(), batch["classes"])
+    torch.testing.assert_close(given.loss, expected.half())
+    assert given.gradients["hidden"].isfinite().all()
+
+
 def test_no_valid_target_at_all():
     batch = make_batch()
     batch["labels"][:] = -100
@@ -360,7 +403,7 @@ def test_no_valid_target_at_all():
         assert given.loss.isnan()
 
 
-# Refusals, and the user's word ------------------------------------------------------------------------------------------------------
+# Refusals, and the user's word --------------------------------------------------------------------------------------
 
 
 def one_sided(head, hidden, batch):
@@ -442,7 +485,7 @@ def test_the_users_word_on_a_loss_that_mixes_samples():
     torch.testing.assert_close(given.logged["mse"], whole(LOSSES["mse"], batch).loss)
 
 
-# A wrong weight turns these tests red ----------------------------------------------------------------------------------------------
+# A wrong weight turns these tests red -------------------------------------------------------------------------------
 
 
 def _fault_in_a_count(patch):
