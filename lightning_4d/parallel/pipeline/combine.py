@@ -1,8 +1,9 @@
 """How the values of one leaf in all microbatches make its value for the whole batch.
 
-A leaf's `kind` is its rule: `sum`, `mean` (weighted by `count`, the elements it averages), `max`, `min`, `norm` (of order `order`),
-`var` and `std` (by their moments), `logsumexp`, `prod`; `equal` (the same in all microbatches), `rows` (a mean over samples).
-`opaque` leaves come from an operation whose rule is not known: the probe finds one. `mixed` leaves have none.
+A leaf's `kind` is its rule: `sum`, `mean` (weighted by `count`, the elements it averages), `max`, `min`, `norm` (of
+order `order`), `var` and `std` (by their moments), `logsumexp`, `prod`; `equal` (the same in all microbatches),
+`rows` (a mean over samples). `opaque` leaves come from an operation whose rule is not known: the probe finds one.
+`mixed` leaves have none.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from lightning_4d.parallel.pipeline.scalars import Node
 
 __all__ = ["LeafValue", "combine", "combine_numbers", "fits", "wide"]
 
@@ -29,7 +32,9 @@ class LeafValue:
         count: How many elements a mean averages; 0 makes it no part of the batch's value.
         order: Of a norm; the correction (Bessel's: 1) of a variance.
         mean: Of the elements, beside a variance.
-        guard: Zero is a legal value of the whole batch although something is divided by it: gradients are then zero, not nan.
+        origin: How the value is made of the batch's entries alone, if it is.
+        guard: Zero is a legal value of the whole batch although something is divided by it: gradients are then zero,
+            not nan.
     """
 
     kind: str
@@ -39,6 +44,7 @@ class LeafValue:
     count: int = 0
     order: float = 0.0
     mean: Tensor | None = None
+    origin: Node | None = None
     guard: bool = False
 
     def detach(self) -> None:
@@ -136,7 +142,7 @@ def combine_numbers(kind: str, values: Sequence[float], sizes: Sequence[int]) ->
 
 
 def fits(given: Tensor | float, expected: Tensor | float, tolerance: float) -> bool:
-    """Whether two values agree up to rounding, relative to their size; nan agrees with nan. Reads the device: for set-up only."""
+    """Whether two values agree relative to their size; nan agrees with nan. Reads the device: for set-up only."""
     a = torch.as_tensor(given).detach().double().cpu()
     b = torch.as_tensor(expected).detach().double().cpu()
     return a.shape == b.shape and torch.allclose(a, b, rtol=tolerance, atol=tolerance * 1e-3, equal_nan=True)

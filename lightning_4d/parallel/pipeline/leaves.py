@@ -1,10 +1,12 @@
 """The table of operations that reduce all rows of a microbatch to one value, each with its rule of combination.
 
-`RULES[func](leaves, args, kwargs)` runs the operation, registers the leaves it made with `leaves` and returns its result, or
-returns None when this call is no such reduction (a reduction over some dims, `reduction="none"`, a rule we do not know).
+`RULES[func](leaves, args, kwargs)` runs the operation, registers the leaves it made with `leaves` and returns its
+result, or returns None when this call is no such reduction (a reduction over some dims, `reduction="none"`, a rule we
+do not know).
 
-A mean over valid targets (`F.cross_entropy` with `ignore_index` or class weights) is two leaves: the sum over targets, and the sum of
-their weights. The gradient starts from the former, so a microbatch without any valid target gives zeros, not 0/0.
+A mean over valid targets (`F.cross_entropy` with `ignore_index` or class weights) is two leaves: the sum over
+targets, and the sum of their weights. The gradient starts from the former, so a microbatch without any valid target
+gives zeros, not 0/0.
 """
 
 from __future__ import annotations
@@ -25,8 +27,8 @@ __all__ = ["NO_RULE", "RULES", "Leaves", "Rule"]
 class Leaves(Protocol):
     """What the rules need of a trace."""
 
-    def leaf(self, leaf: LeafValue) -> Tensor:
-        """Register a leaf; returns its value."""
+    def leaf(self, leaf: LeafValue, made_by: tuple[Any, tuple[Any, ...], dict[str, Any]] | None = None) -> Tensor:
+        """Register a leaf, the result of `made_by` (function and arguments); returns its value."""
         ...
 
     def operation(self, func: Callable[..., Any], *args: Any) -> Tensor:
@@ -43,7 +45,7 @@ def _bind(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
     return bound.arguments
 
 
-# --- reductions of one tensor ---------------------------------------------------------------------------------------------------
+# --- reductions of one tensor ---------------------------------------------------------------------------------------
 
 
 def _dims(args: tuple[Any, ...], kwargs: Mapping[str, Any], place: int) -> Any:
@@ -73,7 +75,7 @@ def _reduction(kind: str) -> Rule:
         x = _input(args, kwargs)
         if not _covers(x, _dims(args, kwargs, 1)):
             return None
-        return leaves.leaf(LeafValue(kind, func(*args, **kwargs), func.__name__, count=x.numel()))
+        return leaves.leaf(LeafValue(kind, func(*args, **kwargs), func.__name__, count=x.numel()), (func, args, kwargs))
 
     return rule
 
@@ -131,7 +133,7 @@ def _dot(leaves: Leaves, func: Callable[..., Any], args: tuple[Any, ...], kwargs
     return leaves.leaf(LeafValue("sum", result, func.__name__)) if result.ndim == 0 else result
 
 
-# --- losses -----------------------------------------------------------------------------------------------------------------------
+# --- losses ---------------------------------------------------------------------------------------------------------
 
 
 def _elements(given: dict[str, Any], names: tuple[str, ...]) -> int:
@@ -179,15 +181,35 @@ def _classification(
     if target.is_floating_point():  # probabilities: the mean over samples, whatever the class weights
         count = target.numel() // max(target.shape[-1 if target.ndim == 1 else 1], 1)
         return leaves.leaf(LeafValue("mean", func(*args, **kwargs), func.__name__, count=count))
-    if scores.dtype == torch.float16:
-        given["input"] = scores.float()  # a sum over targets leaves fp16's range
+    narrow = scores.dtype in (torch.float16, torch.bfloat16)
+    if narrow:  # a sum over targets leaves fp16's range, and its gradient's one factor would be rounded to 8 bits
+        given["input"] = scores.float()
         given["weight"] = None if given["weight"] is None else given["weight"].float()
     total = leaves.leaf(LeafValue("sum", func(**{**given, "reduction": "sum"}), func.__name__))
-    valid = _target_weight(target, given["weight"], given["ignore_index"], total.dtype)
-    mean = leaves.operation(
-        torch.div, total, leaves.leaf(LeafValue("sum", valid, "number of valid targets", guard=True))
-    )
-    return mean if mean.dtype == scores.dtype or scores.dtype != torch.float16 else leaves.operation(Tensor.half, mean)
+    arguments = (target, given["weight"], given["ignore_index"], total.dtype)
+    valid = LeafValue("sum", _target_weight(*arguments), "number of valid targets", guard=True)
+    mean = leaves.operation(torch.div, total, leaves.leaf(valid, (_target_weight, arguments, {})))
+    if narrow and not torch.is_autocast_enabled(scores.device.type):
+        return leaves.operation(Tensor.to, mean, scores.dtype)
+    return mean
+
+
+def _linear_classification(
+    leaves: Leaves, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Tensor | None:
+    """`F.linear_cross_entropy`: the head and the loss in one."""
+    given = _bind(func, args, kwargs)
+    target, reduction = given["target"], given["reduction"]
+    if target.is_floating_point() or reduction not in ("mean", "sum"):
+        return None
+    total = leaves.leaf(LeafValue("sum", func(**{**given, "reduction": "sum"}), func.__name__))
+    if reduction == "sum":
+        return total
+    ignored = -100 if given["ignore_index"] is None else given["ignore_index"]
+    arguments = (target, given["weight"], ignored, total.dtype)
+    valid = LeafValue("sum", _target_weight(*arguments), "number of valid targets", guard=True)
+    mean = leaves.operation(torch.div, total, leaves.leaf(valid, (_target_weight, arguments, {})))
+    return mean if mean.dtype == total.dtype else leaves.operation(Tensor.to, mean, total.dtype)
 
 
 def _target_weight(target: Tensor, weight: Tensor | None, ignore_index: int, dtype: torch.dtype) -> Tensor:
@@ -223,6 +245,8 @@ _LOSSES: dict[Callable[..., Any], Rule] = {
     F.cross_entropy: _classification,
     F.nll_loss: _classification,
 }
+if hasattr(F, "linear_cross_entropy"):  # torch 2.13
+    _LOSSES[F.linear_cross_entropy] = _linear_classification
 _SIGNATURES = {func: inspect.signature(func) for func in _LOSSES}
 
 

@@ -2,21 +2,22 @@
 
 The engine traces the user's step on every microbatch (`tail_trace`), and asks `BatchReduction`
 
-* for the *root* of each microbatch, from which its backward starts before later microbatches ran: the sum of the gradients of all
+* for the *root* of each microbatch, from which its backward starts before later microbatches ran: the sum of the
+gradients of all
   roots, times `correction()`, is the gradient of the batch's loss;
 * for the batch's loss and logged values after the last microbatch.
 
-With P the user's program from leaves to loss, the batch's gradient is the sum over leaves of dP/dleaf at the batch's leaves times the
-leaf's gradient, which is a weighted sum over microbatches. Where dP/dleaf is known early the roots are exact. Else it is estimated from
-the first microbatch, and the ratio of the true and the estimated derivative, which must be the same for all leaves, is the correction.
-Nothing is read from the device here, except on the CPU.
+With P the user's program from leaves to loss, the batch's gradient is the sum over leaves of dP/dleaf at the batch's
+leaves times the leaf's gradient, which is a weighted sum over microbatches. Where dP/dleaf is known early the roots
+are exact. Else it is estimated from the first microbatch, and the ratio of the true and the estimated derivative,
+which must be the same for all leaves, is the correction. Nothing is read from the device here, except on the CPU.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,7 +25,7 @@ from torch.nn import Parameter
 
 from lightning_4d.errors import UnsupportedError, explain
 from lightning_4d.parallel.pipeline.combine import LeafValue, combine, combine_numbers, wide
-from lightning_4d.parallel.pipeline.scalars import Constant, Environment, Form, Leaf, Node, Number, forms
+from lightning_4d.parallel.pipeline.scalars import Constant, Environment, Form, Leaf, Node, Number, Renumbering, forms
 from lightning_4d.parallel.pipeline.tail_trace import TailTrace
 
 __all__ = [
@@ -38,12 +39,17 @@ __all__ = [
     "differs",
     "leaves_of",
     "refuse",
+    "refuse_mixed",
 ]
 
 LOSS = "the loss"
-REMEDY = "use num_microbatches=1; or, if the loss is known to be a mean (or a sum) over samples, loss_reduction='mean' (or 'sum')"
+REMEDY = (
+    "use num_microbatches=1; or, if the loss is known to be a mean (or a sum) over samples, loss_reduction='mean' (or "
+    "'sum')"
+)
 LOG_REMEDY = "log a mean, sum, maximum or minimum over the samples, or use num_microbatches=1"
 
+_L = TypeVar("_L", Leaf, Number, Constant)
 Mode = Literal["auto", "mean", "sum"]
 
 
@@ -52,9 +58,18 @@ def refuse(what: str, rule: str, remedy: str | None = None) -> UnsupportedError:
     return UnsupportedError(explain(what, rule, remedy or (REMEDY if what.startswith(LOSS) else LOG_REMEDY)))
 
 
+def refuse_mixed(what: str, operation: str) -> UnsupportedError:
+    """The refusal of a value of samples that uses a value of the batch."""
+    return refuse(
+        what,
+        f"the operation '{operation}' reduces values of samples that were computed with a value of the whole batch",
+        "reduce first and compute with reduced values, e.g. (x * mask).sum() / mask.sum(); or use num_microbatches=1",
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """What the probe found for a program: the rule of each Python number, of each opaque leaf and of each key logged as a number."""
+    """What the probe found for a program: the rules of numbers, of opaque leaves and of keys logged as numbers."""
 
     numbers: tuple[str, ...] = ()
     opaque: Mapping[int, str] = field(default_factory=dict)
@@ -63,7 +78,10 @@ class Rules:
 
 @dataclass(slots=True)
 class Plan:
-    """The programs that the probe has proven, for the life of a strategy; `unproven`: accept others, numbers being constants."""
+    """The programs that the probe has proven, for the life of a strategy.
+
+    `unproven`: accept all others too, taking their numbers for constants. For tests.
+    """
 
     rules: dict[int, Rules] = field(default_factory=dict)
     unproven: bool = False
@@ -87,6 +105,8 @@ class Finished:
     loss: Node | None
     loss_value: Tensor | None
     needs_gradient: bool
+    replayable: bool
+    has_targets: bool
     keys: dict[str, Node | float]
     dtypes: dict[str, torch.dtype]
     signature: int
@@ -98,35 +118,63 @@ class Finished:
 
     @classmethod
     def of(cls, trace: TailTrace, loss: Tensor | None, logged: Mapping[str, Tensor | float]) -> Finished:
-        """Close a trace: the programs of the loss and of the logged values."""
+        """Close a trace: the programs of the loss and of the logged values, with the leaves and constants they use."""
+        renumber = Renumbering()
         dtypes = {key: value.dtype for key, value in logged.items() if isinstance(value, Tensor)}
+        root = None
         if loss is not None:
             dtypes[LOSS] = loss.dtype
-        root = None if loss is None else _program(trace, LOSS, loss)
+            root = renumber(_program(trace, LOSS, loss))
         keys: dict[str, Node | float] = {}
         for key, value in logged.items():
-            node = trace.node(value)
-            is_number = node is None and isinstance(value, (int, float))
-            keys[key] = value if is_number else (node or _program(trace, f"the logged value '{key}'", value))
-        parts = (
-            tuple((leaf.kind, leaf.name, leaf.order) for leaf in trace.leaves),
-            None if root is None else root.signature,
-            tuple((key, "number" if isinstance(v, (int, float)) else v.signature) for key, v in keys.items()),
-            tuple(node.signature for node, _ in trace.conditions),
-            len(trace.numbers),
-        )
+            if isinstance(value, (int, float)) and trace.node(value) is None:
+                keys[key] = value
+            else:
+                keys[key] = renumber(_program(trace, f"the logged value '{key}'", value))
+        conditions = [
+            (renumber(node), outcome) for node, outcome in trace.conditions if not _is_any_or_all(trace, node)
+        ]
         for leaf in trace.leaves:
             leaf.differentiable = leaf.value.requires_grad
-        value = None if loss is None else loss.detach()
-        grad = loss is not None and loss.requires_grad
-        made = (trace.leaves, trace.constants, trace.numbers, trace.conditions)
-        return cls(*made, root, value, grad, keys, dtypes, hash(parts))
+        finished = cls(
+            leaves=[trace.leaves[i] for i in renumber.leaves],
+            constants=[trace.constants[i] for i in renumber.constants],
+            numbers=[trace.numbers[i] for i in renumber.numbers],
+            conditions=conditions,
+            loss=root,
+            loss_value=None if loss is None else loss.detach(),
+            needs_gradient=loss is not None and loss.requires_grad,
+            replayable=trace.replayable,
+            has_targets=trace.has_targets,
+            keys=keys,
+            dtypes=dtypes,
+            signature=0,
+        )
+        finished.signature = finished._signature()
+        trace.close()
+        return finished
+
+    def _signature(self) -> int:
+        keys = ((key, "number" if isinstance(v, (int, float)) else v.signature) for key, v in self.keys.items())
+        return hash(
+            (
+                tuple((leaf.kind, leaf.name, leaf.order) for leaf in self.leaves),
+                None if self.loss is None else self.loss.signature,
+                tuple(keys),
+                tuple(node.signature for node, _ in self.conditions),
+            )
+        )
 
     def detach(self) -> None:
         """Let go of the graph, once the root is made."""
         for leaf in self.leaves:
             leaf.detach()
         self.constants = [constant.detach() for constant in self.constants]
+
+
+def _is_any_or_all(trace: TailTrace, node: Node) -> bool:
+    """`if mask.any()`: alike for all microbatches, it is so for the batch; else it shows in the programs."""
+    return isinstance(node, Leaf) and trace.leaves[node.index].value.dtype == torch.bool
 
 
 def _program(trace: TailTrace, what: str, value: Tensor | float) -> Node:
@@ -152,23 +200,33 @@ class BatchReduction:
         sizes: The number of samples of each microbatch.
         plan: What the probe has proven; kept by the engine from step to step.
         mode: `loss_reduction`: "mean" and "sum" say how losses combine, in place of what the trace finds.
+        entries: For each microbatch the tensors of its own that have rows, in the order in which `TailTrace.entries`
+            is told of
+            them: totals that depend on the batch alone (the number of valid targets) are then known before the first
+                backward.
         prove: Called when the plan does not know the step's program yet: runs the probe and adds to the plan.
     """
 
     def __init__(
-        self, sizes: Sequence[int], plan: Plan, mode: Mode = "auto", prove: Callable[[], None] | None = None
+        self,
+        sizes: Sequence[int],
+        plan: Plan,
+        mode: Mode = "auto",
+        prove: Callable[[], None] | None = None,
+        entries: Sequence[Sequence[Tensor]] | None = None,
     ) -> None:
         self.sizes = list(sizes)
         self.plan = plan
         self.mode: Mode = mode
         self._prove = prove
+        self._entries = entries
         self._parts: dict[int, Finished] = {}
         self._first: Finished | None = None
         self._rules = Rules()
         self._seeds: Seeds | None = None
         self._batch: Environment | None = None
 
-    # During the step -----------------------------------------------------------------------------------------------------------
+    # During the step ------------------------------------------------------------------------------------------------
 
     def finish(
         self, index: int, trace: TailTrace, loss: Tensor | None, logged: Mapping[str, Tensor | float]
@@ -185,7 +243,8 @@ class BatchReduction:
             A 0-d tensor with the graph; None without a loss.
 
         Raises:
-            UnsupportedError: The loss or a key has no rule; the microbatches took different paths through the user's code.
+            UnsupportedError: The loss or a key has no rule; the microbatches took different paths through the user's
+                code.
         """
         part = Finished.of(trace, loss, logged)
         first = self._start(part)
@@ -220,10 +279,10 @@ class BatchReduction:
         if self.mode == "mean":
             return loss * weight
         if self._seeds is None:
-            self._seeds = Seeds(part, self._rules, self.sizes, index, loss.requires_grad)
+            self._seeds = Seeds(part, self._rules, self.sizes, index, self._entries)
         return self._seeds.root(index, part, loss)
 
-    # After the step ------------------------------------------------------------------------------------------------------------
+    # After the step -------------------------------------------------------------------------------------------------
 
     def loss(self) -> Tensor:
         """The batch's loss, detached; all microbatches must be finished."""
@@ -264,7 +323,8 @@ class BatchReduction:
     def disagreement(self) -> Tensor | bool:
         """Whether a value taken for a constant, or the outcome of an `if`, was not the same for microbatches and batch.
 
-        A bool or a 0-d bool tensor. On the CPU read it at every step, elsewhere now and then: true means wrong numbers, see `check`.
+        A bool or a 0-d bool tensor. On the CPU read it at every step, elsewhere now and then: true means wrong
+        numbers, see `check`.
         """
         parts, flag = self._ordered(), False
         first = parts[0]
@@ -272,6 +332,8 @@ class BatchReduction:
             for other in constants[1:]:
                 if other is not constants[0] and other.data_ptr() != constants[0].data_ptr():
                     flag = flag | differs(constants[0], other)
+        for place, total in (self._seeds.totals if self._seeds is not None else {}).items():
+            flag = flag | differs(wide(total), wide(torch.as_tensor(self._values().leaves[place])))
         for place, rule in self._rules.opaque.items():
             for part in parts[1:] if rule == "equal" else ():
                 flag = flag | differs(first.leaves[place].value, part.leaves[place].value)
@@ -285,7 +347,8 @@ class BatchReduction:
         """Raise if `disagreement()`; reads the device.
 
         Raises:
-            UnsupportedError: The step used a value of its microbatch where a constant, or the batch's value, was needed.
+            UnsupportedError: The step used a value of its microbatch where a constant, or the batch's value, was
+                needed.
         """
         if bool(self.disagreement()):
             raise refuse(
@@ -328,6 +391,8 @@ def batch_environment(parts: Sequence[Finished], sizes: Sequence[int], rules: Ru
 
 
 def _combined_number(what: str, rule: str, values: Sequence[float], sizes: Sequence[int]) -> float:
+    if rule == "none":
+        return values[0]  # used by nothing, or the probe had refused it
     if rule == "equal" and any(value != values[0] and value == value for value in values):
         shown = ", ".join(f"{value:g}" for value in values)
         raise refuse(
@@ -342,7 +407,7 @@ def _combines(leaf: LeafValue, place: int, rules: Rules) -> bool:
 
 
 def differs(a: Tensor, b: Tensor) -> Tensor | bool:
-    """Whether two constants differ by more than rounding: a bool, or a 0-d bool tensor. Reads nothing from the device."""
+    """Whether two constants differ by more than rounding: a bool or a 0-d bool tensor, not read from the device."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return True
     return torch.isclose(a, b, rtol=1e-4, atol=1e-6, equal_nan=True).all().logical_not() if a.numel() else False
@@ -360,21 +425,17 @@ def _refuse_leaves_without_rule(part: Finished, rules: Rules, mode: Mode) -> Non
         for leaf in leaves_of(node):
             value = part.leaves[leaf.index]
             if value.kind == "mixed":
-                raise refuse(
-                    what,
-                    f"the operation '{value.name}' reduces values of samples that were computed with a value of the whole batch",
-                    "reduce first and compute with reduced values, e.g. (x * mask).sum() / mask.sum(); or use num_microbatches=1",
-                )
+                raise refuse_mixed(what, value.name)
             if value.kind == "opaque" and leaf.index not in rules.opaque:
                 raise refuse(what, f"the operation '{value.name}' has no known rule over samples")
 
 
-def leaves_of(node: Node | float | None) -> set[Leaf]:
-    """The leaves that a program uses."""
-    found: set[Leaf] = set()
+def leaves_of(node: Node | float | None, kind: type[_L] = Leaf) -> set[_L]:
+    """The leaves (or numbers, or constants) that a program uses."""
+    found: set[_L] = set()
 
     def of_leaf(node: Node) -> Form:
-        if isinstance(node, Leaf):
+        if isinstance(node, kind):
             found.add(node)
         return Form({}, False)
 
@@ -388,10 +449,17 @@ class Seeds:
 
     _SUMS = frozenset(["sum", "mean", "rows"])
 
-    def __init__(self, first: Finished, rules: Rules, sizes: Sequence[int], index: int, needs_gradient: bool) -> None:
+    def __init__(
+        self,
+        first: Finished,
+        rules: Rules,
+        sizes: Sequence[int],
+        index: int,
+        entries: Sequence[Sequence[Tensor]] | None = None,
+    ) -> None:
         if first.loss is None:
             raise RuntimeError("the step returned no loss")
-        self.program, self.needs_gradient = first.loss, needs_gradient
+        self.program = first.loss
         self.sizes, self.rows = sizes, sum(sizes)
         self.scale = self.rows / sizes[index]  # from the first finished microbatch to the batch
         self.rules = rules
@@ -404,20 +472,24 @@ class Seeds:
         self._first = first
         self.own = [i for i, constant in enumerate(first.constants) if constant.requires_grad]
         self._refuse_gradients_without_rule(first)
-        early = self._form(first, constants_too=False)
-        self.early = early.early
+        self.totals: dict[int, Tensor] = {}
+        self.early = self._form(first, constants_too=False).early
+        if not self.early:
+            self.totals = _early_totals(first, index, entries)
+            self.early = self._form(first, constants_too=False).early
         self.corrigible = self._form(first, constants_too=True, numbers_late=True).uniform
         if not self.early and not self._form(first, constants_too=True).uniform:
             raise self._several_totals()
-        self.mean_only = self.early and all(self.kinds[i] in ("mean", "rows") for i in self.used)
+        self.mean_only = self.early and not self.totals and all(self.kinds[i] in ("mean", "rows") for i in self.used)
         self.slopes = None if self.early else self._slopes(self._estimate(first), first)
 
-    # What the structure says ----------------------------------------------------------------------------------------------------
+    # What the structure says ----------------------------------------------------------------------------------------
 
     def _form(self, first: Finished, constants_too: bool, numbers_late: bool = False) -> Form:
         def of_leaf(node: Node) -> Form:
             if isinstance(node, Leaf):
-                return Form({node: ()} if node.index in self.used else {}, self.kinds[node.index] != "equal")
+                known = node.index in self.totals or self.kinds[node.index] == "equal"
+                return Form({node: ()} if node.index in self.used else {}, not known)
             if isinstance(node, Constant):
                 return Form({node: ()} if constants_too and node.index in self.own else {}, False)
             late = isinstance(node, Number) and numbers_late and self.rules.numbers[node.index] != "equal"
@@ -426,7 +498,7 @@ class Seeds:
         return forms(self.program, of_leaf)
 
     def _refuse_gradients_without_rule(self, first: Finished) -> None:
-        if not self.used and not self.own and first.loss_value is not None and self.needs_gradient:
+        if not self.used and not self.own and first.needs_gradient:
             raise refuse(LOSS, "its gradient comes from an operation that cannot be followed")
         for i in self.used:
             if self.kinds[i] not in self._SUMS:
@@ -436,11 +508,11 @@ class Seeds:
     def _several_totals() -> UnsupportedError:
         return refuse(
             LOSS,
-            "its terms are divided by totals (such as the number of valid targets) that differ and are known after the last "
-            "microbatch only",
+            "its terms are divided by totals (such as the number of valid targets) that differ and are known after the "
+            "last microbatch only",
         )
 
-    # Roots ------------------------------------------------------------------------------------------------------------------------
+    # Roots ----------------------------------------------------------------------------------------------------------
 
     def root(self, index: int, part: Finished, loss: Tensor) -> Tensor:
         """What the backward of microbatch `index` starts from."""
@@ -462,6 +534,8 @@ class Seeds:
 
     def _scaled(self, i: int, leaf: LeafValue, share: float) -> Tensor:
         """The leaf as if its microbatch, a `share` of the batch, were the whole batch."""
+        if i in self.totals:
+            return self._guarded(leaf, self.totals[i])
         value = wide(leaf.value)
         if i not in self.used or self.kinds[i] == "rows":
             return value
@@ -469,14 +543,17 @@ class Seeds:
             return value / share
         return value * (leaf.count / self.expected[i] / share) if leaf.count else torch.zeros_like(value)
 
-    # Late derivatives -----------------------------------------------------------------------------------------------------------
+    # Late derivatives -----------------------------------------------------------------------------------------------
 
     def _estimate(self, first: Finished) -> list[Tensor | None]:
-        """The batch's leaves as the first microbatch suggests them; never zero or nan, by which the program might divide."""
+        """The batch's leaves as the first microbatch suggests them; not zero or nan: it may divide by them."""
         estimates: list[Tensor | None] = []
         for kind, leaf in zip(self.kinds, first.leaves, strict=True):
             value = wide(leaf.value.detach())
-            if value.is_floating_point() or value.dtype in (torch.int64, torch.int32):
+            place = len(estimates)
+            if place in self.totals:
+                value = self._guarded(leaf, self.totals[place])
+            elif value.is_floating_point() or value.dtype in (torch.int64, torch.int32):
                 value = value * self.scale if kind == "sum" else value
                 usable = value.isfinite() & (value != 0)
                 value = torch.where(usable, value, torch.full_like(value, self.rows if kind == "sum" else 1))
@@ -486,7 +563,7 @@ class Seeds:
     def _slopes(
         self, leaves: Sequence[Tensor | None], first: Finished, numbers: Sequence[float] | None = None
     ) -> list[Tensor]:
-        """The derivatives of the program with respect to the differentiable leaves and constants, at the given values."""
+        """The derivatives of the program by the differentiable leaves and constants, at the given values."""
         with torch.enable_grad():
             given = [None if v is None else v.detach() for v in leaves]
             constants = [c.detach() for c in self._first.constants]
@@ -513,7 +590,8 @@ class Seeds:
         ratio = 1.0 if in_proportion else ratios.pop()
         if self.slopes is None and numbers_kept:
             return ratio
-        leaves = [self._guarded(leaf, value) for leaf, value in zip(self._first.leaves, batch.leaves, strict=True)]
+        pairs = zip(self._first.leaves, batch.leaves, strict=True)
+        leaves = [None if value is None else self._guarded(leaf, value) for leaf, value in pairs]
         used = self.slopes or self._slopes(leaves, self._first)
         true = self._slopes(leaves, self._first, batch.numbers)
         a, b = (
@@ -523,6 +601,30 @@ class Seeds:
         return (a * b).sum() / (b * b).sum() * ratio
 
     @staticmethod
-    def _guarded(leaf: LeafValue, value: Tensor | None) -> Tensor | None:
+    def _guarded(leaf: LeafValue, value: Tensor) -> Tensor:
         """No valid target in the whole batch: the sum's gradient is zero, and stays so when not divided by zero."""
-        return torch.where(value == 0, torch.ones_like(value), value) if leaf.guard and value is not None else value
+        return torch.where(value == 0, torch.ones_like(value), value) if leaf.guard else value
+
+
+def _early_totals(first: Finished, index: int, entries: Sequence[Sequence[Tensor]] | None) -> dict[int, Tensor]:
+    """Totals of the batch that its entries alone give, by the first finished microbatch's operations on the others'."""
+    if entries is None or not first.replayable:
+        return {}
+    totals: dict[int, Tensor] = {}
+    for leaf in leaves_of(first.loss):
+        value = first.leaves[leaf.index]
+        if value.kind == "sum" and value.origin is not None and not value.differentiable:
+            try:
+                others = [
+                    Environment(own, (), ()).evaluate(value.origin) for j, own in enumerate(entries) if j != index
+                ]
+            except (
+                RuntimeError,
+                IndexError,
+                ValueError,
+                TypeError,
+            ):  # e.g. a shape written out, which fits one microbatch only
+                continue
+            parts = [value, *(LeafValue("sum", other, value.name) for other in others)]
+            totals[leaf.index] = combine(parts, ())
+    return totals

@@ -1,12 +1,12 @@
 """The scalar program of a step: what a user's code computes from values that already were reduced over the batch.
 
-`log("ppl", exp(loss))` is the operation `exp` on the leaf `loss`. Evaluated on the leaves of the whole batch instead of those of one
-microbatch, the program gives the batch's value. `forms` tells how a program depends on its differentiable leaves, from its
-structure alone, so that nothing has to be read from the device.
+`log("ppl", exp(loss))` is the operation `exp` on the leaf `loss`. Evaluated on the leaves of the whole batch instead
+of those of one microbatch, the program gives the batch's value. `forms` tells how a program depends on its
+differentiable leaves, from its structure alone, so that nothing has to be read from the device.
 
-Vocabulary: a *leaf* is a value reduced over all rows of a microbatch; a *constant* does not depend on the batch; a *number* is a
-Python number in the program, which may or may not (`x.size(0)`) depend on the batch. *Early*: known for the whole batch before the
-first backward. *Late*: known after the last forward only.
+Vocabulary: a *leaf* is a value reduced over all rows of a microbatch; a *constant* does not depend on the batch; a
+*number* is a Python number in the program, which may or may not (`x.size(0)`) depend on the batch. *Early*: known for
+the whole batch before the first backward. *Late*: known after the last forward only.
 """
 
 from __future__ import annotations
@@ -18,7 +18,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["Constant", "Environment", "Form", "Leaf", "Node", "Number", "Operation", "forms", "operation_name"]
+__all__ = [
+    "Constant",
+    "Environment",
+    "Form",
+    "Leaf",
+    "Node",
+    "Number",
+    "Operation",
+    "Renumbering",
+    "forms",
+    "operation_name",
+]
 
 Signature = tuple[Any, ...]
 
@@ -101,9 +112,9 @@ class Number:
         return hash(("number", self.index))
 
 
-@dataclass(frozen=True, eq=False, slots=True)
+@dataclass(eq=False, slots=True)
 class Operation:
-    """`func(*args, **kwargs)` with nodes in place of tensors and numbers; `item`: which of several results, None for the only one."""
+    """`func(*args, **kwargs)` with nodes in place of tensors and numbers; `item`: which of several results."""
 
     func: Callable[..., Any]
     args: tuple[Any, ...]
@@ -111,12 +122,16 @@ class Operation:
     in_place: bool = False
     item: int | None = None
     ndim: int = 0
-    signature: int = field(init=False)
+    _signature: list[int] = field(default_factory=list)
 
-    def __post_init__(self) -> None:
-        name = getattr(self.func, "__qualname__", str(self.func))
-        signature = hash((name, self.in_place, self.item, _structure(self.args), _structure(self.kwargs)))
-        object.__setattr__(self, "signature", signature)
+    @property
+    def signature(self) -> int:
+        """Equal for the same operation on the same places in the program of another microbatch. Computed once."""
+        if not self._signature:
+            name = getattr(self.func, "__qualname__", str(self.func))
+            whole = (name, self.in_place, self.item, _structure(self.args), _structure(self.kwargs))
+            self._signature.append(hash(whole))
+        return self._signature[0]
 
 
 Node = Leaf | Constant | Number | Operation
@@ -133,8 +148,38 @@ def _structure(value: Any) -> Any:
 
 
 @dataclass(slots=True)
+class Renumbering:
+    """Numbers the leaves, constants and numbers that are used, in the order in which programs meet them."""
+
+    leaves: dict[int, int] = field(default_factory=dict)
+    constants: dict[int, int] = field(default_factory=dict)
+    numbers: dict[int, int] = field(default_factory=dict)
+    _made: dict[int, Operation] = field(default_factory=dict)
+
+    def __call__(self, node: Node) -> Node:
+        """The node with the new indices."""
+        if isinstance(node, Leaf):
+            return Leaf(self.leaves.setdefault(node.index, len(self.leaves)), node.ndim)
+        if isinstance(node, Constant):
+            return Constant(self.constants.setdefault(node.index, len(self.constants)), node.ndim)
+        if isinstance(node, Number):
+            return Number(self.numbers.setdefault(node.index, len(self.numbers)))
+        if id(node) not in self._made:
+            args, kwargs = self._inner(node.args), self._inner(node.kwargs)
+            self._made[id(node)] = Operation(node.func, args, kwargs, node.in_place, node.item, node.ndim)
+        return self._made[id(node)]
+
+    def _inner(self, value: Any) -> Any:
+        if isinstance(value, (Leaf, Constant, Number, Operation)):
+            return self(value)
+        if isinstance(value, dict):
+            return {k: self._inner(v) for k, v in value.items()}
+        return type(value)(self._inner(v) for v in value) if type(value) in (tuple, list) else value
+
+
+@dataclass(slots=True)
 class Environment:
-    """The values of the leaves, constants and numbers on which a program is evaluated; results are kept for shared parts."""
+    """The values of leaves, constants and numbers on which a program is evaluated. Shared parts run once."""
 
     leaves: Sequence[Tensor | None]
     constants: Sequence[Tensor]
@@ -173,8 +218,9 @@ class Environment:
 class Form:
     """How a node depends on the differentiable leaves.
 
-    `factors` maps each of them to the late factors in its derivative: `()` when the derivative is known early; two leaves with equal
-    entries have derivatives whose ratio is known early. `late`: the node's own value is known late only.
+    `factors` maps each of them to the late factors in its derivative: `()` when the derivative is known early; two
+    leaves with equal entries have derivatives whose ratio is known early. `late`: the node's own value is known late
+    only.
     """
 
     factors: dict[Node, Signature]
@@ -217,7 +263,7 @@ def _children(value: Any) -> list[Node]:
 
 
 def operation_name(func: Callable[..., Any]) -> str:
-    """The name of a torch function without the underscores of operators and in-place forms: `__iadd__` is `iadd`, `add_` is `add`."""
+    """The name of a torch function without underscores at its ends: `__iadd__` is `iadd`, `add_` is `add`."""
     return getattr(func, "__name__", str(func)).strip("_")
 
 
@@ -246,7 +292,7 @@ def _times(form: Form, other: Node, other_form: Form, how: str) -> dict[Node, Si
 
 
 def _slope(node: Operation, place: int, form: Form, arguments: int) -> dict[Node, Signature]:
-    """The derivatives through any other function: late when its argument is; common to all leaves of one scalar argument only."""
+    """The derivatives through any other function: late if its argument is, common to leaves of one scalar argument."""
     if not form.late:
         late_elsewhere = arguments > 1
         if not late_elsewhere:
