@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -456,6 +457,8 @@ def run_schedule(schedule: Any, microbatches: int, *, backward: bool) -> None:
     """
     before = schedule._has_backward
     schedule._has_backward = backward
+    # An error in the user's step would be preceded by a hundred lines that draw the schedule.
+    logging.getLogger("torch.distributed.pipelining.schedules").setLevel(logging.CRITICAL)
     try:
         schedule._step_microbatches(
             [()] * microbatches, [{}] * microbatches, [None] * microbatches, None, return_outputs=False

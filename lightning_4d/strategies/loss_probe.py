@@ -16,6 +16,7 @@ from lightning_4d.parallel.pipeline.probe import Outcome, check_decomposes
 from lightning_4d.parallel.pipeline.randomness import seed_of
 from lightning_4d.parallel.pipeline.record import StepRecord
 from lightning_4d.parallel.pipeline.tail_trace import TailTrace
+from lightning_4d.strategies.pipeline_results import take_scalars
 from lightning_4d.strategies.side_effects import Attributes, is_scalar
 from lightning_4d.strategies.step_log import StepLog
 
@@ -85,6 +86,8 @@ class LossProbe:
         steps, module = self._steps, self._steps.module
         piece = cut(self._some, self._rows, start, stop)
         record = steps.record("training_step", piece, self._arguments)
+        mode = steps.loss_reduction
+        trace.rows = lambda *tensors: take_scalars(trace, mode, tensors)  # type: ignore[method-assign]
         trace.rows(*batched_entries(piece, stop - start).values())
         hidden = self._hidden(record, draw, start, stop)
         log, attributes = StepLog(), Attributes(module)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lightning_4d.errors import UnsupportedError, explain
 from lightning_4d.parallel.pipeline.batch import batched_entries
+from lightning_4d.parallel.pipeline.combine import LeafValue
 from lightning_4d.parallel.pipeline.passes import Trace
 from lightning_4d.parallel.pipeline.reduction import BatchReduction, Plan
 from lightning_4d.parallel.pipeline.tail_trace import TailTrace
@@ -20,6 +21,30 @@ from lightning_4d.strategies.side_effects import Attributes, Effects, is_scalar,
 from lightning_4d.strategies.step_log import StepLog, as_tensor
 
 News = tuple[dict[str, Any], Sequence[Tensor]]
+
+
+class StepTrace(TailTrace):
+    """A trace that takes scalars which blocks leave for the loss (a balance loss) at the user's word.
+
+    Args:
+        mode: the user's ``loss_reduction``.
+    """
+
+    def __init__(self, mode: Literal["auto", "mean", "sum"]) -> None:
+        super().__init__()
+        self._mode = mode
+
+    def rows(self, *tensors: Any) -> None:
+        """Say which tensors hold values of samples; a scalar is their mean, or their sum."""
+        take_scalars(self, self._mode, tensors)
+
+
+def take_scalars(trace: TailTrace, mode: Literal["auto", "mean", "sum"], tensors: Sequence[Any]) -> None:
+    """Name tensors to a trace: values of samples, and scalars made of samples inside a block."""
+    TailTrace.rows(trace, *(tensor for tensor in tensors if tensor.dim() > 0))
+    for tensor in tensors:
+        if tensor.dim() == 0 and tensor.is_floating_point():
+            trace.leaf(LeafValue("sum" if mode == "sum" else "rows", tensor, "a scalar made inside a block"))
 
 
 class TrainingResults:
@@ -52,6 +77,7 @@ class TrainingResults:
         self._running: TailTrace | None = None
         self._pieces, self._sizes, self._scale = pieces, sizes, scale
         self._is_whole = len(pieces) == 1
+        self._mode = reduction
         entries = [list(batched_entries(p, size).values()) for p, size in zip(pieces, sizes, strict=True)]
         self._entries = entries
         self._reduction = BatchReduction(sizes, plan, reduction, prove, None if self._is_whole else entries)
@@ -98,7 +124,7 @@ class TrainingResults:
         self._log = StepLog()
         if self._is_whole or not is_last:
             return None
-        trace = self._running = self._traces[microbatch] = TailTrace()
+        trace = self._running = self._traces[microbatch] = StepTrace(self._mode)
         trace.rows(*self._entries[microbatch])
         return trace
 

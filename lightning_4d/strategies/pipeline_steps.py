@@ -407,6 +407,8 @@ class PipelineSteps:
                     "use num_microbatches=1, put the layer into eval mode, or normalise otherwise",
                 )
             )
+        if count > 1 and self._options.loss_reduction == "auto":
+            _refuse_scalars_of_blocks(record)
         for parameter, stages in self._plan.parameter_stages(record, list(self._parameter_stages)).items():
             missing = {s for s in stages if record.users(parameter)} - self._parameter_stages[parameter]
             if missing:
@@ -433,6 +435,23 @@ class PipelineSteps:
 
     def _seed(self) -> int:
         return torch.initial_seed()
+
+
+def _refuse_scalars_of_blocks(record: StepRecord) -> None:
+    """Refuse a loss with a part that blocks reduce themselves: a balance loss is no mean over samples."""
+    for source in sorted(record.outputs_needed(None)):
+        block = record.blocks[source.block]
+        if block.slots()[source.slot].spec.shape == ():
+            kept = next((a.attribute for a in block.attributes if a.slot.number == source.slot), None)
+            what = f"in its attribute {kept!r}" if kept else "in its output"
+            raise UnsupportedError(
+                explain(
+                    f"block {block.name!r} leaves a scalar {what}, and the code after the blocks uses it",
+                    "how such a scalar of a batch follows from those of its microbatches is not known; a balance loss, "
+                    "a product of means, does not follow from them",
+                    "use num_microbatches=1, or loss_reduction='mean' if means of microbatches are what you want",
+                )
+            )
 
 
 class _Shared:

@@ -9,6 +9,7 @@ import pytest
 
 from lightning_4d import NDStrategy
 from tests.harness import compare, reference, staged_tensors, train
+from tests import staged_modules as staged
 from tests.modules import EncoderStack, TinyGPT, ViT
 
 FOUR = partial(TinyGPT, layers=4)
@@ -98,3 +99,45 @@ TRAINERS = {
 @pytest.mark.parametrize(("schedule", "shard"), [("1f1b", 1), ("zbv", 2)])
 def test_trainer_settings(pool, schedule, shard):
     check_each(pool, TRAINERS, 2, shard, options={"pipeline_schedule": schedule})
+
+
+MODULES = [
+    staged.InSequential,
+    staged.WithKeywords,
+    staged.WithTuples,
+    staged.Conditioned,
+    staged.WithSkips,
+    staged.WithDeepSupervision,
+    staged.Frozen,
+    staged.InEvalNorm,
+    staged.SumLoss,
+    staged.RaggedLabels,
+    staged.Collecting,
+    staged.NestedBatches,
+    staged.DynamicLengths,
+]
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+def test_modules_that_are_a_challenge(pool, schedule):
+    cases = {module.__name__: {"module": module} for module in MODULES}
+    check_each(
+        pool,
+        cases,
+        2,
+        options={"pipeline_schedule": schedule},
+        limit_val_batches=2,
+        max_epochs=1,
+        steps=-1,
+        limit_train_batches=3,
+    )
+
+
+def test_a_balance_loss_with_one_microbatch(pool):
+    options = {"pipeline_schedule": "gpipe", "num_microbatches": 1}
+    check(pool, staged.WithAuxiliaryLoss, 2, limit_val_batches=2, options=options)
+
+
+def test_batch_norm_with_one_microbatch(pool):
+    options = {"pipeline_schedule": "gpipe", "num_microbatches": 1}
+    check(pool, staged.WithBatchNorm, 2, limit_val_batches=2, options=options)

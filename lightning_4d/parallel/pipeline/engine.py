@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
@@ -64,8 +65,8 @@ class Pipeline:
         self.calls = StepCalls(root, plan, self.here)
         self.whole_backward = False  # zero-bubble schedules compute both halves of a backward together
         self._owners = _owners(root)
-        self._stages: dict[bool, list[Stage]] = {}
-        self._schedules: dict[tuple[str, int, bool], Any] = {}
+        self._stages: dict[tuple[bool, ...], list[Stage]] = {}
+        self._schedules: dict[tuple[str, int, int], Any] = {}
         self._dead: dict[int, frozenset[str]] = {}
         self._running: _Step | None = None
 
@@ -145,28 +146,28 @@ class Pipeline:
     # ------------------------------------------------------------------------------------------------------ the stages
 
     def _stages_for(self, records: Sequence[StepRecord], *, split: bool) -> list[Stage]:
-        split = split and not self.whole_backward and not self._repeats(records[0])
-        if split not in self._stages:
-            self._stages[split] = [
+        """This rank's stages. A backward that torch cannot split (a parameter used twice) is run in one."""
+        key = tuple(
+            split and not self.whole_backward and not records[0].uses_twice(self.plan.blocks(index))
+            for index in self.here
+        )
+        if key not in self._stages:
+            self._stages[key] = [
                 Stage(
                     index,
                     self.plan.ranks,
                     self.group,
                     self.device,
                     self._forward,
-                    lambda index=index: self.weights(index),
-                    splits_backward=split,
+                    functools.partial(self.weights, index),
+                    splits_backward=splits,
                 )
-                for index in self.here
+                for index, splits in zip(self.here, key, strict=True)
             ]
-        return self._stages[split]
-
-    def _repeats(self, record: StepRecord) -> bool:
-        """Whether a parameter here is used twice in one place, which torch's split backward cannot take."""
-        return any(self.parameter_stages[name] & set(self.here) for name in record.repeated)
+        return self._stages[key]
 
     def _schedule(self, kind: ScheduleKind, stages: list[Stage], count: int) -> Any:
-        key = (kind.name, count, stages is self._stages.get(True))
+        key = (kind.name, count, id(stages))
         if key not in self._schedules:
             self._schedules[key] = build_schedule(kind, stages, count)
         return self._schedules[key]

@@ -65,6 +65,10 @@ class StepCalls:
                 self._stub_modules[name] = self._root.get_submodule(name)
                 self._replace(self._stub_modules[name], self._stub_call, name)
 
+    def module(self, name: str) -> nn.Module:
+        """Return a block by name."""
+        return self._modules[name]
+
     def remove(self) -> None:
         """Let the modules run as before."""
         for module in (*self._modules.values(), *self._stub_modules.values()):
@@ -175,7 +179,15 @@ class StagePass:
         finally:
             self._trace.__enter__()
         self._trace.rows(*(leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)))
+        self._trace.rows(*self._attributes(number))
         return output
+
+    def _attributes(self, number: int) -> list[Tensor]:
+        """What a block, or its stand-in, has left in attributes."""
+        record = self._record.blocks[number]
+        module = self._calls.module(record.name)
+        found = [getattr(module.get_submodule(kept.module), kept.attribute, None) for kept in record.attributes]
+        return [tensor for tensor in found if isinstance(tensor, Tensor)]
 
     def _run_block(self, number: int, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if number < self._own.start:
@@ -202,7 +214,7 @@ class StagePass:
         for send in wanted:
             if send.slot in attributes:
                 kept = attributes[send.slot]
-                module = self._calls._modules[record.name].get_submodule(kept.module)
+                module = self._calls.module(record.name).get_submodule(kept.module)
                 self._sent[send] = getattr(module, kept.attribute)
             else:
                 self._sent[send] = leaves[send.slot]
@@ -213,7 +225,7 @@ class StagePass:
         for kept in record.attributes:
             output = Output(number, kept.slot.number)
             if output in self._received:
-                module = self._calls._modules[record.name].get_submodule(kept.module)
+                module = self._calls.module(record.name).get_submodule(kept.module)
                 setattr(module, kept.attribute, self._received[output])
         return pytree.tree_unflatten([self._leaf(number, leaf, arguments) for leaf in record.leaves], record.structure)
 

@@ -105,7 +105,7 @@ class StepRecord:
         random: the block numbers whose code draws random numbers from torch; None stands for code outside blocks.
         written_buffers: names of buffers that the step changes.
         writes_outside: whether code outside the blocks changes tensors in place.
-        repeated: names of parameters that more than one operation reads, in one block or between two.
+        uses: how many operations read a parameter, by its name and the place: 2·k before block k, 2·k + 1 inside it.
         draws_on_host: whether the step draws from Python's or NumPy's generators.
     """
 
@@ -115,7 +115,7 @@ class StepRecord:
     random: frozenset[int | None]
     written_buffers: tuple[str, ...]
     writes_outside: bool
-    repeated: frozenset[str]
+    uses: Mapping[tuple[int, str], int]
     draws_on_host: bool = False
 
     @property
@@ -127,6 +127,15 @@ class StepRecord:
         """Return the block outputs that block ``number`` needs, or the tail if None."""
         needs = self.tail if number is None else self.blocks[number].needs
         return {source for source in needs if isinstance(source, Output)}
+
+    def uses_twice(self, blocks: range) -> bool:
+        """Whether a stage of these blocks reads a parameter in more than one operation."""
+        last = 2 * blocks.stop + (1 if blocks.stop == len(self.blocks) else 0)
+        found: dict[str, int] = {}
+        for (place, name), count in self.uses.items():
+            if place == 0 or 2 * blocks.start <= place < last:
+                found[name] = found.get(name, 0) + count
+        return any(count > 1 for count in found.values())
 
     def users(self, parameter: str) -> set[int | None]:
         """Return the blocks that need a parameter; None stands for the tail."""
@@ -272,7 +281,7 @@ class Recorder:
             frozenset(flow.random),
             tuple(flow.written_buffers),
             flow.outside_writes,
-            frozenset(name for (_, name), count in flow.uses.items() if count > 1),
+            dict(flow.uses),
             host_state() != self._host_state,
         )
 
