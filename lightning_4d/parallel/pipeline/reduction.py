@@ -481,7 +481,7 @@ class Seeds:
         if not self.early and not self._form(first, constants_too=True).uniform:
             raise self._several_totals()
         self.mean_only = self.early and not self.totals and all(self.kinds[i] in ("mean", "rows") for i in self.used)
-        self.slopes = None if self.early else self._slopes(self._estimate(first), first)
+        self.slopes = None if self.early else self._estimated_slopes(first)
 
     # What the structure says ----------------------------------------------------------------------------------------
 
@@ -577,6 +577,13 @@ class Seeds:
             result = Environment(given, constants, self.numbers if numbers is None else numbers).evaluate(self.program)
             slopes = torch.autograd.grad(result, inputs, allow_unused=True)
         return [torch.zeros_like(v) if s is None else s for s, v in zip(slopes, inputs, strict=True)]
+
+    def _estimated_slopes(self, first: Finished) -> list[Tensor]:
+        """At the first microbatch's values. That of a single leaf may be anything but zero (a clamped loss) or nan."""
+        slopes = self._slopes(self._estimate(first), first)
+        if len(slopes) > 1:
+            return slopes
+        return [torch.where(slope.isfinite() & (slope != 0), slope, torch.ones_like(slope)) for slope in slopes]
 
     def correction(self, parts: Sequence[Finished], batch: Environment) -> Tensor | float | None:
         """The common ratio of true and used derivatives."""
