@@ -1,0 +1,65 @@
+"""Training in pipeline stages gives the numbers of one process, or of DDP with as many data-parallel ranks."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+
+from lightning_4d import NDStrategy
+from tests.harness import compare, reference, staged_tensors, train
+from tests.modules import EncoderStack, TinyGPT, ViT
+
+FOUR = partial(TinyGPT, layers=4)
+
+
+def stages(pipeline: int, shard: int = 1, **kwargs: Any) -> partial[NDStrategy]:
+    return partial(NDStrategy, pipeline_parallel_size=pipeline, data_parallel_shard_size=shard, **kwargs)
+
+
+def check(pool, module, pipeline, shard=1, replicate=1, *, rtol=1e-10, options: dict[str, Any] | None = None, **kwargs):
+    data = shard * replicate
+    expected = reference(pool, data, module, **kwargs)
+    strategy = stages(pipeline, shard, data_parallel_replicate_size=replicate, **(options or {}))
+    actual = pool.run(pipeline * data, train, module, strategy, gather=staged_tensors, **kwargs)
+    for rank, mine in enumerate(actual):
+        compare(mine, expected[rank % data], rtol=rtol)
+
+
+SCHEDULES = [
+    ("gpipe", 2, 1),
+    ("gpipe", 4, 4),
+    ("1f1b", 2, "auto"),
+    ("1f1b", 4, 4),
+    ("interleaved_1f1b", 2, 4),
+    ("looped_bfs", 2, 2),
+    ("interleaved_zero_bubble", 2, 4),
+    ("zbv", 2, 4),
+    ("dualpipev", 2, 4),
+]
+
+
+@pytest.mark.parametrize(("schedule", "ranks", "microbatches"), SCHEDULES)
+def test_every_schedule(pool, schedule, ranks, microbatches):
+    options = {"pipeline_schedule": schedule, "num_microbatches": microbatches}
+    check(pool, FOUR, ranks, limit_val_batches=2, options=options)
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        partial(FOUR, tied=True),
+        partial(FOUR, rope=True, fused_qkv=False),
+        partial(ViT),
+        partial(EncoderStack),
+    ],
+    ids=["tied", "rope", "vit", "encoder"],
+)
+def test_every_kind_of_module(pool, module):
+    check(pool, module, 2, limit_val_batches=2)
+
+
+@pytest.mark.parametrize(("schedule", "tied"), [("1f1b", True), ("zbv", True), ("interleaved_1f1b", False)])
+def test_stages_of_sharded_blocks(pool, schedule, tied):
+    check(pool, partial(FOUR, tied=tied), 2, shard=2, limit_val_batches=2, options={"pipeline_schedule": schedule})
