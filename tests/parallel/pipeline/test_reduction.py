@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import math
+import pickle
+import weakref
 
 import pytest
 import torch
@@ -12,8 +15,9 @@ from torch import nn
 from lightning_4d.errors import UnsupportedError
 from lightning_4d.parallel.pipeline import combine as combine_module
 from lightning_4d.parallel.pipeline import leaves, reduction
-from lightning_4d.parallel.pipeline.reduction import Plan
-from tests.parallel.pipeline.cases import CLASSES, assert_same, in_parts, make_batch, whole
+from lightning_4d.parallel.pipeline.reduction import BatchReduction, Plan
+from lightning_4d.parallel.pipeline.tail_trace import TailTrace
+from tests.parallel.pipeline.cases import CLASSES, Head, assert_same, in_parts, make_batch, whole
 
 EQUAL, UNEQUAL = (4, 4, 4), (1, 2, 4, 5)
 CUTS = [(EQUAL, "no"), (EQUAL, "empty"), (UNEQUAL, "some"), (UNEQUAL, "empty")]
@@ -472,6 +476,49 @@ def test_an_if_must_come_out_as_for_the_batch(tail, monkeypatch):
     monkeypatch.setitem(globals(), "THRESHOLD", loss * 1.001)
     with pytest.raises(UnsupportedError, match=r"an `if` on one|they differ between two microbatches"):
         in_parts(tail, batch, EQUAL, Plan(unproven=True))
+
+
+def test_an_if_before_the_tail_need_not_come_out_alike():
+    trace, mask = TailTrace(), torch.tensor([1.0, 1.0, 0.0])
+    trace.rows(mask)
+    with trace:
+        assert not bool(mask.sum() == mask.numel())
+        assert not trace.conditions
+        trace.rows(mask * 2)
+        assert not bool(mask.sum() == mask.numel())
+        assert len(trace.conditions) == 1
+
+
+def test_numbers_of_tensors_are_numbers():
+    trace, mask = TailTrace(), torch.tensor([1, 1, 0])
+    trace.rows(mask)
+    with trace:
+        count, mean = mask.sum().item(), mask.double().mean().item()
+        assert (count, list(range(count)), [5, 6, 7][count], f"{count:d} {mean:.3f}") == (2, [0, 1], 7, "2 0.667")
+        assert torch.zeros(count, 3)[:count].view(count * 3).shape == (6,)
+        assert torch.full((), mean) == torch.tensor(mean)
+        assert isinstance(count / 4, float)
+        assert round(mean, 1) == 0.7
+        assert pickle.loads(pickle.dumps((count, mean))) == (2, 2 / 3)
+    assert trace.node(count) is not None
+    trace.close()
+    assert type(count + 1) is int
+    assert type(mean * 2) is float
+
+
+def test_a_trace_keeps_no_tensor_once_it_is_finished():
+    batch, plan = make_batch(), Plan(unproven=True)
+    trace = TailTrace()
+    hidden = batch["hidden"].clone().requires_grad_()
+    with trace:
+        trace.rows(hidden, *batch.values())
+        loss, logged = logged_values(Head().double(), hidden, batch)
+    kept = weakref.ref(loss)
+    root = BatchReduction([len(hidden)], plan).finish(0, trace, loss, {"item": logged["item"]})
+    del loss, root
+    logged = {"item": logged["item"]}
+    gc.collect()
+    assert kept() is None
 
 
 def test_an_unproven_program_is_refused():
