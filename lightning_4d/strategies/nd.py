@@ -58,6 +58,7 @@ from lightning_4d.strategies.support import (
     refuse_changed_model,
     refuse_flattening,
     refuse_foreign_parameters,
+    refuse_in_pipeline,
     refuse_lost_metrics,
     refuse_unsupported,
 )
@@ -266,6 +267,8 @@ class NDStrategy(ParallelStrategy):
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
         refuse_unsupported(trainer, self)
+        if self.has_stages:
+            refuse_in_pipeline(trainer)
         self._checkpoints.agree_on_path()
         random_state.share(self.mesh, self.layout)
         self._data = self._shard(trainer)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -105,16 +105,22 @@ class StageMetrics:
     # ------------------------------------------------------------------------------------------------- microbatches
 
     @contextmanager
-    def microbatches(self, outside_trace: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
+    def microbatches(
+        self, outside_trace: Callable[[], AbstractContextManager[Any]], *, trial: bool = False
+    ) -> Iterator[None]:
         """Inside, calls of metrics add to the value over the whole batch; see :meth:`finish`.
 
         Args:
             outside_trace: surrounds the metric's own work, which no trace is to follow.
+            trial: leave the metrics themselves as they are.
         """
         self._called.clear()
         for name, metric in self._metrics.items():
-            vars(metric)["forward"] = self._forward(name, metric, outside_trace)
-            vars(metric)["update"] = _outside(metric.update, outside_trace)
+            update = _outside(metric.update, outside_trace)
+            if trial:
+                update = _skipped(metric.update)
+            vars(metric)["forward"] = self._forward(name, metric, update, outside_trace)
+            vars(metric)["update"] = update
         try:
             yield
         finally:
@@ -123,23 +129,34 @@ class StageMetrics:
                 vars(metric)["update"] = vars(metric)["update"].__wrapped__
 
     def _forward(
-        self, name: str, metric: Metric, outside_trace: Callable[[], AbstractContextManager[Any]]
+        self,
+        name: str,
+        metric: Metric,
+        update: Callable[..., Any],
+        outside_trace: Callable[[], AbstractContextManager[Any]],
     ) -> Callable[..., Any]:
-        update = metric.update
-
         def forward(*args: Any, **kwargs: Any) -> Any:
             with outside_trace(), torch.no_grad():
                 if name not in self._called:
-                    self._whole.setdefault(name, copy.deepcopy(metric)).reset()
-                    self._called[name] = []
+                    self._begin(name, metric)
                 update(*args, **kwargs)
                 whole = self._whole[name]
                 whole.update(*args, **kwargs)
                 value = _without_sync(whole)
-            self._called[name] += [leaf for leaf in _leaves(value)]
+            self._called[name] += _leaves(value)
             return value
 
         return forward
+
+    def _begin(self, name: str, metric: Metric) -> None:
+        if name not in self._whole:
+            self._whole[name] = whole = copy.deepcopy(metric)
+            for attribute in ("forward", "update"):  # ours, of the original
+                vars(whole).pop(attribute, None)
+            whole.update = whole._wrap_update(type(whole).update.__get__(whole))  # type: ignore[method-assign]
+            whole.compute = whole._wrap_compute(type(whole).compute.__get__(whole))  # type: ignore[method-assign]
+        self._whole[name].reset()
+        self._called[name] = []
 
     def metric_of(self, value: Any) -> str | None:
         """Return the name of the metric whose call in this step returned ``value``, or None."""
@@ -166,6 +183,13 @@ def _outside(
 
     updated.__wrapped__ = update  # type: ignore[attr-defined]
     return updated
+
+
+def _skipped(update: Callable[..., Any]) -> Callable[..., Any]:
+    def skipped(*_: Any, **__: Any) -> None: ...
+
+    skipped.__wrapped__ = update  # type: ignore[attr-defined]
+    return skipped
 
 
 def _without_sync(metric: Metric) -> Any:
@@ -212,8 +236,3 @@ def _moved(value: Any, device: torch.device) -> Any:
     if isinstance(value, list):
         return [_moved(item, device) for item in value]
     return value.detach().to(device) if isinstance(value, Tensor) else value
-
-
-def no_trace() -> AbstractContextManager[Any]:
-    """Return a context that does nothing."""
-    return nullcontext()

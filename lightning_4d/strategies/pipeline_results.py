@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, Literal
 
@@ -16,6 +16,7 @@ from lightning_4d.parallel.pipeline.passes import Trace
 from lightning_4d.parallel.pipeline.reduction import BatchReduction, Plan
 from lightning_4d.parallel.pipeline.tail_trace import TailTrace
 from lightning_4d.strategies.pipeline_metrics import StageMetrics
+from lightning_4d.strategies.side_effects import Attributes, Effects, is_scalar, joined
 from lightning_4d.strategies.step_log import StepLog, as_tensor
 
 News = tuple[dict[str, Any], Sequence[Tensor]]
@@ -51,10 +52,16 @@ class TrainingResults:
         self._running: TailTrace | None = None
         self._pieces, self._sizes, self._scale = pieces, sizes, scale
         self._is_whole = len(pieces) == 1
-        self._reduction = BatchReduction(sizes, plan, reduction, prove)
+        entries = [list(batched_entries(p, size).values()) for p, size in zip(pieces, sizes, strict=True)]
+        self._entries = entries
+        self._reduction = BatchReduction(sizes, plan, reduction, prove, None if self._is_whole else entries)
         self._log = StepLog()
         self._logs: list[StepLog] = []
+        self._attributes = Attributes(module)
+        self._effects: list[Effects] = []
+        self.effects = Effects()  # of the whole batch, on the last stage
         self._traces: dict[int, TailTrace] = {}
+        self._order: list[int] = []  # microbatches as they were finished
         self._loss: Tensor | None = None
         self._is_dict = False
 
@@ -67,6 +74,7 @@ class TrainingResults:
         try:
             with self._metrics.step(), metrics:
                 yield
+            self._attributes.restore()
         finally:
             vars(self._module).pop("log")
             if before is not None:
@@ -86,16 +94,19 @@ class TrainingResults:
 
     def trace(self, microbatch: int, *, is_last: bool) -> Trace | None:
         """Begin a microbatch on a stage; only what the last one logs counts."""
+        self._attributes.restore()
         self._log = StepLog()
         if self._is_whole or not is_last:
             return None
         trace = self._running = self._traces[microbatch] = TailTrace()
-        trace.rows(*batched_entries(self._pieces[microbatch], self._sizes[microbatch]).values())
+        trace.rows(*self._entries[microbatch])
         return trace
 
     def finished(self, microbatch: int, result: Any) -> Tensor | None:
         """Take what the step returned; return what the backward starts from."""
         loss = self._loss_of(result)
+        effects = self._attributes.effects()
+        self._effects.append(effects)
         if self._is_whole:
             root = loss * 1  # a tensor of our own, which may be detached in place
             self._loss = loss.detach()
@@ -104,6 +115,7 @@ class TrainingResults:
             logged = self._values_to_reduce()
             root = self._reduction.finish(microbatch, self._traces.pop(microbatch), loss, logged)
         self._logs.append(self._log)
+        self._order.append(microbatch)
         return root if root is None or self._scale is None else root * self._scale
 
     def _values_to_reduce(self) -> dict[str, Tensor | float]:
@@ -115,7 +127,26 @@ class TrainingResults:
                 self._log.from_metric[name] = metric
             elif value is not None:
                 values[name] = value
-        return values
+        return values | {name: item for name, item in self._effects[-1].leaves().items() if is_scalar(item)}
+
+    def _effects_of_batch(self, scalars: Mapping[str, Any]) -> Effects:
+        """What one run on the whole batch would leave in attributes."""
+        first = self._effects[0]
+        every = [effects.leaves() for effects in self._effects]
+        if any(leaves.keys() != every[0].keys() for leaves in every):
+            raise UnsupportedError(
+                explain(
+                    "training_step leaves different things in attributes of the module for different microbatches",
+                    "they cannot be joined to the batch's",
+                    "use num_microbatches=1",
+                )
+            )
+        sizes = [self._sizes[i] for i in self._order]
+        joined_leaves = {
+            name: scalars[name] if name in scalars else joined(name, [leaves[name] for leaves in every], sizes)
+            for name in every[0]
+        }
+        return first.with_leaves(joined_leaves)
 
     def _loss_of(self, result: Any) -> Tensor:
         self._is_dict = isinstance(result, dict)
@@ -137,9 +168,12 @@ class TrainingResults:
         if self._is_whole:
             assert self._loss is not None
             loss, correction, values = self._loss, None, first.values
+            self.effects = self._effects[0]
         else:
             loss, correction = self._reduction.loss(), self._reduction.correction()
-            values = {**first.values, **self._reduction.logged()}
+            reduced = self._reduction.logged()
+            self.effects = self._effects_of_batch(reduced)
+            values = {**first.values, **{name: value for name, value in reduced.items() if name in first.values}}
             values |= {name: self._metrics.finish(metric) for name, metric in first.from_metric.items()}
             for given in first.options.values():
                 if given.get("metric_attribute"):
@@ -155,6 +189,7 @@ class TrainingResults:
             "numbers": [name for name in logged if not isinstance(first.values[name], Tensor)],
             "options": first.options,
             "is_dict": self._is_dict,
+            "has_effects": bool(self.effects),
             "dtype": loss.dtype,
         }, numbers
 
@@ -171,6 +206,8 @@ class EvaluationResults:
         self._module = module
         self._metrics = metrics
         self._log = StepLog()
+        self._attributes = Attributes(module)
+        self.effects = Effects()
         self.result: Any = None
 
     @contextmanager
@@ -178,9 +215,11 @@ class EvaluationResults:
         """Keep what the step logs."""
         with self._metrics.step(), self._log.keeping(self._module):
             yield
+        self._attributes.restore()
 
     def trace(self, microbatch: int, *, is_last: bool) -> Trace | None:
         """Begin the batch on a stage; only what the last one logs counts."""
+        self._attributes.restore()
         self._log.options.clear()
         self._log.values.clear()
         return None
@@ -188,6 +227,7 @@ class EvaluationResults:
     def finished(self, microbatch: int, result: Any) -> Tensor | None:
         """Take what the step returned."""
         self.result = result
+        self.effects = self._attributes.effects()
         return None
 
     def news(self) -> News:
@@ -200,4 +240,5 @@ class EvaluationResults:
             "numbers": [name for name in logged if not isinstance(values[name], Tensor)],
             "options": self._log.options,
             "has_result": self.result is not None,
+            "has_effects": bool(self.effects),
         }, [as_tensor(values[name], device) for name in logged]  # pyright: ignore[reportArgumentType]

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from lightning_4d.absent import Released, is_absent
 from lightning_4d.errors import UnsupportedError, explain
+from lightning_4d.layout import ParallelLayout
 from lightning_4d.parallel.blocks import Block
 from lightning_4d.parallel.pipeline.announce import Announcement
 from lightning_4d.parallel.pipeline.batch import bounds, cut, rows_of
@@ -42,6 +43,7 @@ from lightning_4d.parallel.pipeline.schedule import (
 )
 from lightning_4d.parallel.pipeline.split import check_count
 from lightning_4d.strategies.example_batch import example_batch
+from lightning_4d.strategies.loss_probe import LossProbe
 from lightning_4d.strategies.pipeline_metrics import StageMetrics
 from lightning_4d.strategies.pipeline_results import EvaluationResults, TrainingResults
 from lightning_4d.strategies.pipeline_split import split_by_cost, split_by_name
@@ -50,6 +52,9 @@ from lightning_4d.strategies.step_records import StepRecords
 
 if TYPE_CHECKING:
     from lightning_4d.strategies.nd import NDStrategy
+
+
+_MADE = "_lightning_4d_pipeline"  # the attribute of a module that holds what was made of it
 
 
 @dataclass(frozen=True)
@@ -75,6 +80,12 @@ class PipelineSteps:
     """
 
     def __init__(self, strategy: NDStrategy, options: PipelineOptions) -> None:
+        self._training_news: Announcement
+        self._evaluation_news: Announcement
+        self.metrics: StageMetrics
+        self._names: set[str] = set()
+        self._tail_modules: frozenset[str] = frozenset()
+        self._sizes: list[int] = []
         self._strategy = strategy
         self._options = options
         self._kind = options.kind()
@@ -83,13 +94,29 @@ class PipelineSteps:
         self._pipeline: Pipeline | None = None
         self._records = StepRecords(strategy)
         self._shared: list[_Shared] = []
-        self._losses = Plan(unproven=True)
+        self.pipeline_layout: ParallelLayout | None = None  # that the stages were made for
+        self.losses = Plan()
+        self._proven = False  # once for each run, and again where the step takes another course
 
     @property
     def pipeline(self) -> Pipeline:
         """The stages of this rank, from set-up on."""
         assert self._pipeline is not None
         return self._pipeline
+
+    @property
+    def module(self) -> LightningModule:
+        """The user's."""
+        return self._strategy._module
+
+    @property
+    def loss_reduction(self) -> Literal["auto", "mean", "sum"]:
+        """The user's word on how losses combine."""
+        return self._options.loss_reduction
+
+    def record(self, name: str, batch: Any, arguments: tuple[Any, ...]) -> StepRecord:
+        """Return the record of a step on a batch of these shapes."""
+        return self._records.get(name, batch, arguments)
 
     @property
     def stage_plan(self) -> StagePlan:
@@ -105,6 +132,8 @@ class PipelineSteps:
         Raises:
             UnsupportedError: the step cannot run in stages.
         """
+        if self._reuse(module):
+            return
         ranks = self._strategy.layout.pipeline_parallel_size
         check_count(len(blocks), ranks)
         if isinstance(self._options.num_microbatches, int):
@@ -126,6 +155,32 @@ class PipelineSteps:
             name.rpartition(".")[0] for name, stages in self._parameter_stages.items() if stages == {last}
         )
 
+    def _reuse(self, module: LightningModule) -> bool:
+        """Take over what an earlier Trainer made of this module, if one did.
+
+        Raises:
+            UnsupportedError: for another layout or schedule.
+        """
+        made: PipelineSteps | None = vars(module).get(_MADE)
+        if made is None:
+            return False
+        here, there = self._strategy.layout, made.pipeline_layout
+        if here != there or self._kind != made._kind:
+            raise UnsupportedError(
+                explain(
+                    f"a module in pipeline stages for {there} and {made._kind.name!r}, in a Trainer with {here} and "
+                    f"{self._kind.name!r}",
+                    "a module keeps its stages for the life of the process",
+                    "save a checkpoint and load it into a new module, or keep layout and schedule",
+                )
+            )
+        for name in ("_plan", "_parameter_stages", "_names", "_tail_modules", "_pipeline", "metrics", "_shared"):
+            setattr(self, name, getattr(made, name))
+        self._training_news, self._evaluation_news = made._training_news, made._evaluation_news
+        self.losses = made.losses
+        self._records.begin(module, made._records.blocks)
+        return True
+
     def _starts(self, trainer: Trainer, module: LightningModule, piece: Any, record: StepRecord) -> list[int]:
         ranks = self._strategy.layout.pipeline_parallel_size
         if self._options.split != "auto":
@@ -135,7 +190,7 @@ class PipelineSteps:
         return split_by_cost(trainer, module, piece, record, stages)
 
     def released(self, module: LightningModule) -> Released:
-        """Return what lets go of the parameters that only other ranks need."""
+        """Return what lets go of the parameters that only other ranks need; nothing where that has been done."""
         assert self._plan is not None
         here = set(self._plan.on_rank(self._rank))
         names = {id(parameter): name for name, parameter in module.named_parameters()}
@@ -143,7 +198,7 @@ class PipelineSteps:
             (id(child), attribute)
             for child in module.modules()
             for attribute, parameter in child._parameters.items()
-            if parameter is not None and self._parameter_stages[names[id(parameter)]] & here
+            if parameter is not None and (is_absent(parameter) or self._parameter_stages[names[id(parameter)]] & here)
         }
         return Released(lambda child, attribute: (id(child), attribute) not in owned, self._strategy.root_device)
 
@@ -155,13 +210,17 @@ class PipelineSteps:
         """Make the stages of the sharded module. Which ranks must call: all."""
         strategy = self._strategy
         assert self._plan is not None
+        if self._pipeline is not None:
+            return
+        self.pipeline_layout = strategy.layout
+        object.__setattr__(module, _MADE, self)
         group = strategy.mesh["pp"].get_group()
         self._pipeline = Pipeline(
             module, self._plan, self._parameter_stages, group, strategy.root_device, self._kind, nullcontext
         )
         self._training_news = Announcement(group, self._pipeline.last_rank, strategy.root_device)
         self._evaluation_news = Announcement(group, self._pipeline.last_rank, strategy.root_device)
-        self._metrics = StageMetrics(module, group, self._pipeline.last_rank, strategy.root_device)
+        self.metrics = StageMetrics(module, group, self._pipeline.last_rank, strategy.root_device)
         self._shared = self._share(module)
         for shared in self._shared:
             shared.make_equal()
@@ -227,10 +286,14 @@ class PipelineSteps:
         for record in records[:1]:
             self._check(record, "training_step", len(pieces))
         scale = self._loss_scale()
-        results = TrainingResults(
-            module, pieces, self._sizes, self._options.loss_reduction, scale, self._losses, self._metrics
-        )
         pipeline.surroundings = strategy.precision_plugin.train_step_context
+        prove = LossProbe(self, batch, arguments, max(self._sizes))
+        if len(pieces) > 1 and not self._proven:
+            prove.together()
+            self._proven = True
+        results = TrainingResults(
+            module, pieces, self._sizes, self._options.loss_reduction, scale, self.losses, self.metrics, prove
+        )
         data = strategy.data
         earlier = take_gradients(data.gradient_leaves())
         data.begin_schedule()
@@ -245,6 +308,8 @@ class PipelineSteps:
         loss, correction, *logged = numbers
         values = dict(zip(description["logged"], logged, strict=True))
         replay(module, description["options"], _with_kinds(values, description))
+        if description["has_effects"]:
+            self._from_last(results.effects).apply(module)
         loss = loss.to(description["dtype"])
         return self._returned(loss, description, lambda gradient: self._deliver(made, gradient, correction, scale))
 
@@ -281,7 +346,7 @@ class PipelineSteps:
         module, pipeline = self._strategy._module, self.pipeline
         record = self._records.get(name, batch, tuple(rest))
         self._check(record, name, 1)
-        results = EvaluationResults(module, self._metrics)
+        results = EvaluationResults(module, self.metrics)
         pipeline.surroundings = context
         step = getattr(module, name)
         with results.keeping_log():
@@ -296,6 +361,8 @@ class PipelineSteps:
         description, numbers = self._evaluation_news.exchange(*(results.news() if pipeline.is_last else (None, ())))
         values = dict(zip(description["logged"], numbers, strict=True))
         replay(module, description["options"], _with_kinds(values, description))
+        if description["has_effects"]:
+            self._from_last(results.effects).apply(module)
         if not description["has_result"]:
             return None
         return self._from_last(results.result)

@@ -25,13 +25,13 @@ class StepRecords:
     def __init__(self, strategy: NDStrategy) -> None:
         self._strategy = strategy
         self._module: LightningModule | None = None
-        self._blocks: Sequence[Block] = ()
+        self.blocks: Sequence[Block] = ()
         self._kept: OrderedDict[Any, StepRecord] = OrderedDict()
         self.made = 0  # how many runs on fake tensors there were
 
     def begin(self, module: LightningModule, blocks: Sequence[Block]) -> None:
         """Make records of this module from now on."""
-        self._module, self._blocks = module, list(blocks)
+        self._module, self.blocks = module, list(blocks)
         self._kept.clear()
 
     def get(self, name: str, batch: Any, arguments: tuple[Any, ...]) -> StepRecord:
@@ -45,7 +45,7 @@ class StepRecords:
         record = self._kept.get(key)
         if record is None:
             trainer = self._module.trainer
-            record = record_step(trainer, self._module, name, batch, self._blocks, *arguments)
+            record = record_step(trainer, self._module, name, batch, self.blocks, *arguments)
             self.made += 1
         self._kept[key] = record
         self._kept.move_to_end(key)

@@ -63,3 +63,38 @@ def test_every_kind_of_module(pool, module):
 @pytest.mark.parametrize(("schedule", "tied"), [("1f1b", True), ("zbv", True), ("interleaved_1f1b", False)])
 def test_stages_of_sharded_blocks(pool, schedule, tied):
     check(pool, partial(FOUR, tied=tied), 2, shard=2, limit_val_batches=2, options={"pipeline_schedule": schedule})
+
+
+def train_each(cases: list[dict[str, Any]], strategy: Any, **common: Any) -> list[Any]:
+    """On one rank: train each case with the same strategy settings."""
+    return [train(**(common | case), strategy=strategy) for case in cases]
+
+
+def check_each(pool, cases: dict[str, dict[str, Any]], pipeline, shard=1, *, rtol=1e-10, options=None, **common):
+    """Like `check`, many cases in one set of processes."""
+    settings = list(cases.values())
+    expected = pool.run(shard, train_each, settings, "ddp" if shard > 1 else "auto", timeout=300, **common)
+    strategy = stages(pipeline, shard, **(options or {}))
+    actual = pool.run(pipeline * shard, train_each, settings, strategy, timeout=300, gather=staged_tensors, **common)
+    for rank, mine in enumerate(actual):
+        for name, one, other in zip(cases, mine, expected[rank % shard], strict=True):
+            try:
+                compare(one, other, rtol=rtol)
+            except AssertionError as error:
+                raise AssertionError(f"{name}, rank {rank}: {error}") from error
+
+
+TRAINERS = {
+    "accumulation": {"module": FOUR, "accumulate_grad_batches": 3},
+    "clipping": {"module": FOUR, "gradient_clip_val": 0.05},
+    "clipping by value": {"module": FOUR, "gradient_clip_val": 0.001, "gradient_clip_algorithm": "value"},
+    "clipping of tied weights": {"module": partial(FOUR, tied=True), "gradient_clip_val": 0.05},
+    "last batch of 1": {"module": partial(FOUR, samples=9), "steps": -1, "max_epochs": 2, "limit_val_batches": 1.0},
+    "batch of 5": {"module": partial(FOUR, batch_size=5, samples=18), "steps": 4},
+    "sanity check": {"module": FOUR, "num_sanity_val_steps": 2, "limit_val_batches": 2},
+}
+
+
+@pytest.mark.parametrize(("schedule", "shard"), [("1f1b", 1), ("zbv", 2)])
+def test_trainer_settings(pool, schedule, shard):
+    check_each(pool, TRAINERS, 2, shard, options={"pipeline_schedule": schedule})

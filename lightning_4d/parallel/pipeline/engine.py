@@ -117,6 +117,26 @@ class Pipeline:
         for stage in stages:
             assert stage.is_done(), f"stage {stage.index} was left in the middle of a step"
 
+    def run_tail(
+        self,
+        step: Callable[[Any], Any],
+        piece: Any,
+        record: StepRecord,
+        hidden: Mapping[Output, Tensor],
+        trace: Trace,
+        key: tuple[object, ...],
+    ) -> Any:
+        """Run ``step`` with given values in place of what the blocks return, and return its result.
+
+        Which ranks must call: that of the last stage; there is no communication.
+        """
+        self._stand_in_for([record])
+        blocks = len(self.plan.order)
+        dead = self._dead[self.plan.stages - 1]
+        one = StagePass(self.calls, self.plan, range(blocks, blocks), record, hidden, (), dead, self.device, key, trace)
+        with torch.enable_grad(), self.surroundings():
+            return one.run(lambda: step(piece))
+
     @property
     def most_in_flight(self) -> dict[int, int]:
         """By stage of this rank: how many microbatches' activations were held at once in the last step."""
@@ -209,7 +229,7 @@ class Pipeline:
         one = StagePass(
             self.calls,
             self.plan,
-            stage.index,
+            self.plan.blocks(stage.index),
             record,
             {} if stage.is_first else dict(zip(cuts[stage.index - 1], inputs, strict=True)),
             () if stage.is_last else cuts[stage.index],

@@ -100,7 +100,7 @@ class StagePass:
     Args:
         calls: where the step's calls arrive.
         plan: the division into stages.
-        stage: the stage to run.
+        own: numbers of the blocks that run; none: all of them stand aside.
         record: of this step at this microbatch's shapes.
         received: what earlier stages sent.
         sends: what later stages need of what this stage has.
@@ -114,7 +114,7 @@ class StagePass:
         self,
         calls: StepCalls,
         plan: StagePlan,
-        stage: int,
+        own: range,
         record: StepRecord,
         received: Mapping[Output, Tensor],
         sends: Sequence[Output],
@@ -124,7 +124,7 @@ class StagePass:
         trace: Trace | None = None,
     ) -> None:
         self._calls, self._plan, self._record = calls, plan, record
-        self._own = plan.blocks(stage)
+        self._own = own
         self._received = received
         self._sends = sends
         self._dead = dead
