@@ -85,7 +85,7 @@ class LossProbe:
         steps, module = self._steps, self._steps.module
         piece = cut(self._some, self._rows, start, stop)
         record = steps.record("training_step", piece, self._arguments)
-        trace.rows(*batched_entries(piece, stop - start).values())
+        trace.entries(*batched_entries(piece, stop - start).values())
         hidden = self._hidden(record, draw, start, stop)
         log, attributes = StepLog(), Attributes(module)
         vars(module)["log"] = lambda *args, **kwargs: log.keep(module, *args, **kwargs)

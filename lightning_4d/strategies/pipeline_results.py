@@ -99,7 +99,7 @@ class TrainingResults:
         if self._is_whole or not is_last:
             return None
         trace = self._running = self._traces[microbatch] = TailTrace()
-        trace.rows(*self._entries[microbatch])
+        trace.entries(*self._entries[microbatch])
         return trace
 
     def finished(self, microbatch: int, result: Any) -> Tensor | None:

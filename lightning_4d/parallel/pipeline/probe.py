@@ -22,13 +22,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_4d.parallel.pipeline.combine import combine, combine_numbers, fits
-from lightning_4d.parallel.pipeline.reduction import (
+from lightning_4d.parallel.pipeline.finished import (
     LOSS,
     Finished,
     Mode,
     Plan,
     Rules,
-    Seeds,
     batch_environment,
     differs,
     leaves_of,
@@ -36,6 +35,7 @@ from lightning_4d.parallel.pipeline.reduction import (
     refuse_mixed,
 )
 from lightning_4d.parallel.pipeline.scalars import Environment, Node, Number, operation_name
+from lightning_4d.parallel.pipeline.seeds import Seeds
 from lightning_4d.parallel.pipeline.tail_trace import RANDOM, TailTrace
 
 __all__ = ["Outcome", "Run", "check_decomposes", "unequal_splits"]

@@ -14,7 +14,7 @@ from torch import nn
 
 from lightning_4d.errors import UnsupportedError
 from lightning_4d.parallel.pipeline import combine as combine_module
-from lightning_4d.parallel.pipeline import leaves, reduction
+from lightning_4d.parallel.pipeline import leaves, seeds
 from lightning_4d.parallel.pipeline.reduction import BatchReduction, Plan
 from lightning_4d.parallel.pipeline.tail_trace import TailTrace
 from tests.parallel.pipeline.cases import CLASSES, Head, assert_same, in_parts, make_batch, whole
@@ -551,12 +551,12 @@ def _fault_in_a_count(patch):
 
 
 def _fault_in_a_share(patch):
-    root = reduction.Seeds.root
+    root = seeds.Seeds.root
 
     def wrong(self, index, part, loss):
         return root(self, index, part, loss) * (1 + 1e-6 * index)
 
-    patch.setattr(reduction.Seeds, "root", wrong)
+    patch.setattr(seeds.Seeds, "root", wrong)
 
 
 def _fault_in_a_combination(patch):
@@ -564,7 +564,7 @@ def _fault_in_a_combination(patch):
 
 
 def _fault_in_the_correction(patch):
-    patch.setattr(reduction.Seeds, "correction", lambda self, parts, batch: None)
+    patch.setattr(seeds.Seeds, "correction", lambda self, parts, batch: None)
 
 
 FAULTS = {
