@@ -2,8 +2,8 @@
 
 With P the user's program from leaves to loss, the batch's gradient is the sum over leaves of dP/dleaf at the batch's
 leaves times the leaf's gradient, which is a weighted sum over microbatches. Where dP/dleaf is known early the roots are
-exact. Else it is estimated from the first microbatch, and the ratio of the true and the estimated derivative, which must
-be the same for all leaves, corrects all gradients at the end. Nothing is read from the device.
+exact. Else it is estimated from the first microbatch, and the ratio of the true and the estimated derivative, which
+must be the same for all leaves, corrects all gradients at the end. Nothing is read from the device.
 """
 
 from __future__ import annotations
