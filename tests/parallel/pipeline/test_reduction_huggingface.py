@@ -1,4 +1,4 @@
-"""Hugging Face models that compute their own loss, on padded batches: microbatches give the batch's loss and gradients."""
+"""Hugging Face models that compute their own loss, on padded batches: loss and gradients are the batch's."""
 
 from __future__ import annotations
 
