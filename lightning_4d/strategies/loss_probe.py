@@ -88,7 +88,7 @@ class LossProbe:
         record = steps.record("training_step", piece, self._arguments)
         mode = steps.loss_reduction
         trace.rows = lambda *tensors: take_scalars(trace, mode, tensors)  # type: ignore[method-assign]
-        trace.rows(*batched_entries(piece, stop - start).values())
+        trace.entries(*batched_entries(piece, stop - start).values())
         hidden = self._hidden(record, draw, start, stop)
         log, attributes = StepLog(), Attributes(module)
         vars(module)["log"] = lambda *args, **kwargs: log.keep(module, *args, **kwargs)

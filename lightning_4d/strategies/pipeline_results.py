@@ -59,6 +59,7 @@ class TrainingResults:
         plan: what is known of the module's losses, kept from step to step.
         metrics: the module's.
         prove: finds out more; see :class:`BatchReduction`.
+        checks: compare what was taken for equal in all microbatches; on the CPU it always is.
     """
 
     def __init__(
@@ -71,13 +72,15 @@ class TrainingResults:
         plan: Plan,
         metrics: StageMetrics,
         prove: Any = None,
+        *,
+        checks: bool = True,
     ) -> None:
         self._module = module
         self._metrics = metrics
         self._running: TailTrace | None = None
         self._pieces, self._sizes, self._scale = pieces, sizes, scale
         self._is_whole = len(pieces) == 1
-        self._mode = reduction
+        self._mode, self._checks = reduction, checks
         entries = [list(batched_entries(p, size).values()) for p, size in zip(pieces, sizes, strict=True)]
         self._entries = entries
         self._reduction = BatchReduction(sizes, plan, reduction, prove, None if self._is_whole else entries)
@@ -125,7 +128,7 @@ class TrainingResults:
         if self._is_whole or not is_last:
             return None
         trace = self._running = self._traces[microbatch] = StepTrace(self._mode)
-        trace.rows(*self._entries[microbatch])
+        trace.entries(*self._entries[microbatch])
         return trace
 
     def finished(self, microbatch: int, result: Any) -> Tensor | None:
@@ -204,7 +207,7 @@ class TrainingResults:
             for given in first.options.values():
                 if given.get("metric_attribute"):
                     self._metrics.finish(given["metric_attribute"])
-            if loss.device.type == "cpu":
+            if loss.device.type == "cpu" or self._checks:  # elsewhere it waits for the device
                 self._reduction.check()
         device = loss.device
         numbers = [loss, as_tensor(1.0 if correction is None else correction, device)]

@@ -96,6 +96,7 @@ class PipelineSteps:
         self._shared: list[_Shared] = []
         self.pipeline_layout: ParallelLayout | None = None  # that the stages were made for
         self.losses = Plan()
+        self._steps = 0
         self._proven = False  # once for each run, and again where the step takes another course
 
     @property
@@ -292,7 +293,8 @@ class PipelineSteps:
             prove.together()
             self._proven = True
         results = TrainingResults(
-            module, pieces, self._sizes, self._options.loss_reduction, scale, self.losses, self.metrics, prove
+            module, pieces, self._sizes, self._options.loss_reduction, scale, self.losses, self.metrics, prove,
+            checks=self._is_checked(),
         )
         data = strategy.data
         earlier = take_gradients(data.gradient_leaves())
@@ -312,6 +314,11 @@ class PipelineSteps:
             self._from_last(results.effects).apply(module)
         loss = loss.to(description["dtype"])
         return self._returned(loss, description, lambda gradient: self._deliver(made, gradient, correction, scale))
+
+    def _is_checked(self) -> bool:
+        """Whether this step checks on a device what the CPU checks in every step: the first steps, then now and then."""
+        self._steps += 1
+        return self._steps <= 3 or self._steps % 100 == 0
 
     def _returned(self, loss: Tensor, description: dict[str, Any], deliver: Callable[[Tensor], None]) -> Any:
         with_backward = loss_with_backward(loss, deliver)

@@ -45,6 +45,8 @@ class StepLog:
             bound["metric_attribute"] = bound.get("metric_attribute") or _attribute(module, name, value)
             self.options[name], self.values[name] = dict(bound), None
             return
+        if isinstance(value, Tensor):
+            value = value.clone()  # what is logged is the value now; a trace follows the copy
         self.options[name], self.values[name] = dict(bound), value
 
     @contextmanager

@@ -22,13 +22,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_4d.parallel.pipeline.combine import combine, combine_numbers, fits
-from lightning_4d.parallel.pipeline.reduction import (
+from lightning_4d.parallel.pipeline.finished import (
     LOSS,
     Finished,
     Mode,
     Plan,
     Rules,
-    Seeds,
     batch_environment,
     differs,
     leaves_of,
@@ -36,6 +35,7 @@ from lightning_4d.parallel.pipeline.reduction import (
     refuse_mixed,
 )
 from lightning_4d.parallel.pipeline.scalars import Environment, Node, Number, operation_name
+from lightning_4d.parallel.pipeline.seeds import Seeds
 from lightning_4d.parallel.pipeline.tail_trace import RANDOM, TailTrace
 
 __all__ = ["Outcome", "Run", "check_decomposes", "unequal_splits"]
@@ -61,14 +61,15 @@ asked for. It runs in the grad mode of the step itself, and leaves buffers, metr
 
 
 def unequal_splits(rows: int) -> list[list[int]]:
-    """Ways to cut `rows` rows, as sizes: a single row and the rest, two thirds and the rest, three parts.
+    """Ways to cut `rows` rows, as sizes: a single row and the rest, two thirds and the rest, halves, three parts.
 
     >>> unequal_splits(12)
-    [[1, 11], [8, 4], [2, 4, 6]]
+    [[1, 11], [8, 4], [6, 6], [2, 4, 6]]
     >>> unequal_splits(2)
     [[1, 1]]
     """
-    splits = [[1, rows - 1], [rows - rows // 3, rows // 3], [rows // 6, rows // 3, rows - rows // 6 - rows // 3]]
+    sixth, third, half = rows // 6, rows // 3, rows // 2
+    splits = [[1, rows - 1], [rows - third, third], [half, rows - half], [sixth, third, rows - sixth - third]]
     legal = [split for split in splits if min(split) > 0]
     return [split for i, split in enumerate(legal) if split not in legal[:i]]
 
@@ -90,6 +91,8 @@ def check_decomposes(run: Run, rows: int, plan: Plan, mode: Mode = "auto") -> No
         for draw, sizes in enumerate(unequal_splits(rows)):
             trials.append(_trial(run, draw, rows, sizes))
     first = trials[0].whole
+    # `squeeze()` makes a scalar of a single row: then only larger parts can be compared, here as in the step.
+    trials = [trial for trial in trials if 1 not in trial.sizes or trial.runs_as(first)] or trials
     for trial in trials:
         trial.refuse_other_operations(first)
     rules = Rules(
@@ -112,14 +115,17 @@ class _Trial:
     parts: list[Finished]
     sizes: list[int]
 
+    def runs_as(self, first: Finished) -> bool:
+        """Whether the whole and the parts run the operations of `first`."""
+        return all(part.signature == first.signature for part in [self.whole, *self.parts])
+
     def refuse_other_operations(self, first: Finished) -> None:
-        for part in [self.whole, *self.parts]:
-            if part.signature != first.signature:
-                raise refuse(
-                    LOSS + " or a logged value",
-                    f"training_step runs other operations on {sum(self.sizes)} rows than on a part of them",
-                    "make it run the same operations whatever the rows, or use num_microbatches=1",
-                )
+        if not self.runs_as(first):
+            raise refuse(
+                LOSS + " or a logged value",
+                f"training_step runs other operations on {sum(self.sizes)} rows than on a part of them",
+                "make it run the same operations whatever the rows, or use num_microbatches=1",
+            )
 
     def refuse_wrong_values(self, rules: Rules, mode: Mode) -> None:
         roots: dict[str, Node] = {LOSS: self.whole.loss} if self.whole.loss is not None and mode == "auto" else {}

@@ -183,12 +183,15 @@ class TailTrace(TorchFunctionMode):
         self.leaves, self.constants, self.conditions, self.numbers = [], [], [], []
 
     def rows(self, *tensors: Any) -> None:
-        """Name hidden states, or others whose dim 0, or an image of it, runs over samples. The tail begins here."""
-        self.in_tail = True
+        """Name tensors whose dim 0, or an image of it, runs over samples.
+
+        While the trace is on: hidden states, with which the tail begins. Before it is on: entries of the batch.
+        """
+        self.in_tail = self.in_tail or self.open
         for tensor in tensors:
             if isinstance(tensor, Tensor):
                 self._tag(tensor, ROWS)
-                self.has_targets = self.has_targets or _is_integer(tensor)
+                self.has_targets = self.has_targets or tensor.dtype in _INTEGERS
 
     def entries(self, *tensors: Any) -> None:
         """Name the tensors of the batch that have rows, in an order that is the same for all microbatches."""
@@ -196,7 +199,7 @@ class TailTrace(TorchFunctionMode):
             if isinstance(tensor, Tensor):
                 self._tag(tensor, Rows(Leaf(self._entries, tensor.ndim)))
                 self._entries += 1
-                self.has_targets = self.has_targets or _is_integer(tensor)
+                self.has_targets = self.has_targets or tensor.dtype in _INTEGERS
 
     def tag(self, tensor: Any) -> Tag | None:
         """What is known of `tensor`; None for a constant."""
@@ -403,8 +406,7 @@ def _in_place(func: Any) -> bool:
     return name.startswith("__i") or (name.endswith("_") and not name.startswith("__"))
 
 
-def _is_integer(tensor: Tensor) -> bool:
-    return not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
+_INTEGERS = frozenset([torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8])
 
 
 def _flat(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Any]:

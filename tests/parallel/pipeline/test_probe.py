@@ -74,6 +74,11 @@ def first_sample(head, hidden, batch):
     return F.mse_loss(head(hidden), batch["target"]), {"first": hidden[0, 0, 0]}
 
 
+def clipped_by_batch(head, hidden, batch):
+    x = head(hidden)
+    return (x / x.detach().abs().max()).square().mean(), {}
+
+
 def median(head, hidden, batch):
     return F.mse_loss(head(hidden), batch["target"]), {"median": hidden.median()}
 
@@ -94,7 +99,7 @@ def number_in_loss(head, hidden, batch):
 
 def other_operations(head, hidden, batch):
     loss = F.mse_loss(head(hidden), batch["target"])
-    return (loss if len(hidden) > 1 else 2 * loss), {}
+    return (loss if len(hidden) > 6 else 2 * loss), {}
 
 
 def norm_in_loss(head, hidden, batch):
@@ -117,6 +122,7 @@ REFUSED = {
     norm_of_batch_mean: "the loss.*mixes samples.*'sum'",
     mean_over_rows_then_sum: "the loss.*mixes samples.*'sum'",
     standardised: "the loss.*computed with a value of the whole batch",
+    clipped_by_batch: "the loss.*computed with a value of the whole batch",
     neighbours: "the loss.*mixes samples",
     first_sample: "the logged value 'first'.*no proven rule",
     median: "the logged value 'median'.*no proven rule",
@@ -247,6 +253,17 @@ def test_rules_found_by_the_probe(tail, entries, sizes):
 def test_an_opaque_mean_may_be_over_valid_targets(tail, name):
     with pytest.raises(UnsupportedError, match=name):
         proof(tail, make_batch(), Plan())()
+
+
+def squeezed(head, hidden, batch):
+    return F.mse_loss(head(hidden)[:, :1, :1].squeeze(), batch["sign"].squeeze()), {}
+
+
+def test_a_squeeze_needs_parts_of_more_than_one_row():
+    batch, plan = make_batch(), Plan()
+    assert_same(in_parts(squeezed, batch, (4, 6, 2), plan, prove=proof(squeezed, batch, plan)), whole(squeezed, batch))
+    with pytest.raises(UnsupportedError, match=r"they differ between two microbatches|not proven"):
+        in_parts(squeezed, batch, (4, 7, 1), plan, prove=proof(squeezed, batch, plan))
 
 
 def test_random_numbers_per_row_and_dropout_are_no_mixing():
