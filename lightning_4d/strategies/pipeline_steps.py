@@ -293,7 +293,14 @@ class PipelineSteps:
             prove.together()
             self._proven = True
         results = TrainingResults(
-            module, pieces, self._sizes, self._options.loss_reduction, scale, self.losses, self.metrics, prove,
+            module,
+            pieces,
+            self._sizes,
+            self._options.loss_reduction,
+            scale,
+            self.losses,
+            self.metrics,
+            prove,
             checks=self._is_checked(),
         )
         data = strategy.data

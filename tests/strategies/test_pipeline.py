@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from lightning_4d import NDStrategy
-from tests.harness import compare, reference, staged_tensors, train
 from tests import staged_modules as staged
+from tests.harness import compare, reference, staged_tensors, train
 from tests.modules import EncoderStack, TinyGPT, ViT
 
 FOUR = partial(TinyGPT, layers=4)
