@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from lightning_4d import _torch_private as private
-from lightning_4d.callbacks.fake_step import count_training_step
 from lightning_4d.errors import UnsupportedError, explain
 from lightning_4d.parallel.recompute import recompute_plan
+from lightning_4d.strategies.fake_step import count_training_step
 from lightning_4d.utilization import (
     AttentionFlops,
     CountError,
