@@ -1,8 +1,8 @@
 """The planner: which layout, will it fit, how fast, and why.
 
 From the sizes of a model and the facts of a cluster it predicts memory and step time of every legal layout, microbatch,
-pipeline schedule and checkpointing policy, and ranks those that fit. Plain arithmetic on numpy columns: no Lightning, no
-process group, nothing runs on a device. Any rank, or a machine without any, may call anything here, alone.
+pipeline schedule and checkpointing policy, and ranks those that fit. Plain arithmetic on numpy columns: no Lightning,
+no process group, nothing runs on a device. Any rank, or a machine without any, may call anything here, alone.
 """
 
 from lightning_4d.planner.cluster import ClusterFacts, DeviceFacts

@@ -68,7 +68,7 @@ def accuracy(runs: Sequence[Run], predicted: Sequence[float]) -> Accuracy:
 
 
 def groups_of(timed: Sequence[tuple[Run, float]]) -> dict[tuple[str, ...], list[tuple[float, float]]]:
-    """Return published and predicted seconds per token of runs of one model on the same devices; groups of 2 or more."""
+    """Return published and predicted seconds per token of runs of one model on the same devices, by group."""
     groups: dict[tuple[str, ...], list[tuple[float, float]]] = defaultdict(list)
     for run, time in timed:
         row = run.row

@@ -54,7 +54,7 @@ class DeviceFacts:
     usual_network_gbs: float = 200.0
 
 
-# Best measured rate of a bf16 matrix product as a share of the peak: stas00/ml-engineering, compute/accelerator, "MAMF".
+# Best measured rate of a bf16 matrix product as a share of the peak: "MAMF" in stas00/ml-engineering, accelerator.
 _MEASURED = {
     "A100 SXM": 0.869,
     "A100 PCIe": 0.811,

@@ -1,7 +1,7 @@
 """The constants of the cost model: few, physical, each with its meaning; none belongs to a source of data.
 
-`FITTED` names those that tests/planner/fit.py fits on published runs, with the bounds that physics sets them; the values
-here are the fit's result, and tests check that it finds them again. The others are taken from the named sources.
+`FITTED` names those that tests/planner/fit.py fits on published runs, with the bounds that physics sets them; the
+values here are the fit's result, and tests check that it finds them again. The others come from the named sources.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class Constants:
     p2p_exposed: float = 0.112
     optimizer_bytes: float = 34.0
     activation_slack: float = 1.002
-    runtime_memory: float = 5.684e+09
+    runtime_memory: float = 5.684e09
     zero_bubble_split: float = 0.03
 
 

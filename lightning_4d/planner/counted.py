@@ -1,8 +1,8 @@
 """Sizes of a model that exists only as code: counted in one training step on fake tensors, with nothing computed.
 
-The count is that of lightning_4d.utilization, as MFUMonitor makes it. It finds what each block and the rest compute; the
-sizes of the transformer that computes, holds and passes on the same are what the planner goes on with. This is the only
-file of the planner that needs torch.
+The count is that of lightning_4d.utilization, as MFUMonitor makes it. It finds what each block and the rest compute;
+the sizes of the transformer that computes, holds and passes on the same are what the planner goes on with. This is the
+only file of the planner that needs torch.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -37,7 +38,9 @@ def build_module(class_path: str, init_args: Mapping[str, Any]) -> nn.Module:
         kind = getattr(importlib.import_module(package), name)
     except (ImportError, AttributeError, ValueError) as error:
         rule = f"a class path is package.module.Class and must be importable ({error})"
-        raise PlanError(explain(f"class_path {class_path!r}", rule, "check it, and start in the folder it is in")) from error
+        raise PlanError(
+            explain(f"class_path {class_path!r}", rule, "check it, and start in the folder it is in")
+        ) from error
     try:
         with torch.device("meta"):
             module = kind(**init_args)
@@ -45,7 +48,9 @@ def build_module(class_path: str, init_args: Mapping[str, Any]) -> nn.Module:
                 configure()
             return module
     except Exception as error:  # whatever the user's constructor raises
-        raise PlanError(explain(f"{class_path}({dict(init_args)})", f"it raises {error!r}", "correct init_args")) from error
+        raise PlanError(
+            explain(f"{class_path}({dict(init_args)})", f"it raises {error!r}", "correct init_args")
+        ) from error
 
 
 def parse_batch(text: str) -> list[tuple[torch.dtype, tuple[int, ...]]]:
@@ -87,15 +92,21 @@ def count_module(
         PlanError: the step does not run on fake tensors, or no block runs in it.
     """
     shapes: list[torch.Size] = []
-    handles = [block.register_forward_pre_hook(_shape_of_input(shapes), with_kwargs=True) for block in blocks.values()]
+    first = next(iter(blocks.values()))
+
+    def step(_: FakeRun, __: Any) -> Tensor:
+        # Here and not before: a fake run drops what this package hooks to modules.
+        handle = first.register_forward_pre_hook(_shape_of_input(shapes), with_kwargs=True)
+        try:
+            return _loss(module, batch)
+        finally:
+            handle.remove()
+
     try:
-        flops = count_step(module, lambda run, _: _loss(module, run, batch), torch.device("cpu"), blocks=blocks)
+        flops = count_step(module, step, torch.device("cpu"), blocks=blocks)
     except CountError as error:
         remedy = "give the sizes as YAML, or simplify the step"
         raise PlanError(explain(f"{type(module).__name__}.training_step", str(error), remedy)) from error
-    finally:
-        for handle in handles:
-            handle.remove()
     if not shapes or not flops.blocks:
         rule = "at least one repeated block runs in a step"
         raise PlanError(explain(f"{type(module).__name__} with blocks {list(blocks)}", rule, "name its blocks"))
@@ -111,14 +122,19 @@ def _shape_of_input(shapes: list[torch.Size]) -> Any:
     return hook
 
 
-def _loss(module: nn.Module, run: FakeRun, batch: Sequence[tuple[torch.dtype, tuple[int, ...]]]) -> Tensor:
-    tensors = tuple(run.tensor(torch.empty(shape, dtype=dtype, device="meta")) for dtype, shape in batch)
+def _loss(module: nn.Module, batch: Sequence[tuple[torch.dtype, tuple[int, ...]]]) -> Any:
+    tensors = tuple(torch.empty(shape, dtype=dtype) for dtype, shape in batch)
     whole = tensors[0] if len(tensors) == 1 else tensors
     step = getattr(module, "training_step", None)
-    out = step(whole, 0) if callable(step) else module(*tensors)
-    if isinstance(out, Mapping):
+    if callable(log := getattr(module, "log", None)) and log.__module__.startswith(("lightning", "pytorch_lightning")):
+        module.__dict__.update(log=_nothing, log_dict=_nothing)  # restored after the fake run
+    out: Any = step(whole, 0) if callable(step) else module(*tensors)
+    if isinstance(out, dict):
         out = out["loss"]
     return out if out.dim() == 0 else out.float().mean()
+
+
+def _nothing(*_: Any, **__: Any) -> None: ...
 
 
 def _facts(
@@ -163,8 +179,6 @@ def _facts(
 
 
 def _with_parameters(facts: ModelFacts, held: int) -> ModelFacts:
-    from dataclasses import replace
-
     return replace(facts, extra_parameters=held - float(facts.parameters))
 
 

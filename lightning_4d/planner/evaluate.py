@@ -51,7 +51,8 @@ class Predictions:
     def _row(self, run: Run, index: int) -> dict[str, str]:
         seconds, gib = float(self.seconds[index]), float(self.bytes[index]) / GIB
         capacity = float(run.machine.memory) / GIB
-        flops = flops_per_token(run.model, run.row["flops_convention"]) * float(run.plan.samples * run.model.seq_len)
+        tokens = float(run.plan.samples * run.model.seq_len)
+        flops = flops_per_token(run.model, run.row["flops_convention"]) * tokens
         # The MFU by the row's own way of counting FLOPs, so that it compares with what was published.
         rate = flops / seconds / float(run.plan.devices)
         return {
@@ -60,7 +61,7 @@ class Predictions:
             "predicted_step_time_s": f"{seconds:.6g}",
             "published_step_time_s": _text(run.seconds),
             "step_time_error": _text(seconds / run.seconds - 1),
-            "predicted_tokens_per_s_per_gpu": f"{run.plan.samples * run.model.seq_len / seconds / run.plan.devices:.6g}",
+            "predicted_tokens_per_s_per_gpu": f"{tokens / seconds / float(run.plan.devices):.6g}",
             "predicted_tflops_per_gpu": f"{rate / 1e12:.6g}",
             "predicted_mfu_pct": f"{100 * rate / float(run.machine.peak):.4g}",
             "published_mfu_pct": _text(100 * rate * seconds / run.seconds / float(run.machine.peak)),

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from lightning_4d.layout import axis_conflict
 from lightning_4d.planner.facts import SCHEDULES, Plan
-from lightning_4d.planner.numbers import GIB
+from lightning_4d.planner.numbers import gib_text
 from lightning_4d.planner.search import Candidate, Search
 from lightning_4d.planner.space import model_sizes
 
@@ -66,9 +66,7 @@ def _families(found: Search) -> dict[str, Mask]:
         "no context parallelism (cp=1)": cp == 1,
         "context parallelism (cp>1)": cp > 1,
     }
-    families |= {
-        f"recompute {name}": found.space.policy == index for index, name in enumerate(found.space.policies)
-    }
+    families |= {f"recompute {name}": found.space.policy == index for index, name in enumerate(found.space.policies)}
     schedules = np.asarray(plan.schedule, int)
     best = int(found.order[0])
     if pp[best] > 1:
@@ -81,10 +79,13 @@ def _compared(found: Search, name: str, mask: Mask) -> Rejection:
     if row is None:
         least = found.candidate(int(np.flatnonzero(mask)[np.argmin(found.bytes[mask])]))
         most = max(least.memory, key=lambda part: least.memory[part])
-        sizes = f"needs {least.bytes / GIB:.0f} GiB of {least.capacity / GIB:.0f}, {most} {least.memory[most] / GIB:.0f}"
+        held = f"{most} {gib_text(least.memory[most])}"
+        sizes = f"needs {gib_text(least.bytes)} GiB of {gib_text(least.capacity)}, {held} of it, by {least}"
         return Rejection(name, sizes)
     other, best = found.candidate(row), found.best
     slower = found.seconds[row] / found.seconds[int(found.order[0])] - 1
+    if slower < 0.005:
+        return Rejection(name, f"as fast by {other}: the simpler one is taken", other)
     return Rejection(name, f"{slower:+.0%} step time by {other}, {_difference(other, best)}", other)
 
 
@@ -95,7 +96,7 @@ def _difference(other: Candidate, best: Candidate) -> str:
     grown = {part: other.parts[part] * scale / own - best.parts[part] for part in best.parts}
     part = max(grown, key=lambda each: grown[each])
     if grown[part] < 0.005 * best.seconds:
-        return "below the model's accuracy: the simpler one is taken"
+        return "a little of everything"
     return f"mostly {_NAMES.get(part, part)} ({grown[part] / best.seconds:+.0%})"
 
 
@@ -121,5 +122,3 @@ def _impossible(found: Search, plan: Plan) -> list[Rejection]:
         if first is not None:
             rejected.append(Rejection(f"{axis}={first} and more", axis_conflict(axis, first, sizes) or ""))
     return rejected
-
-

@@ -59,8 +59,8 @@ def _rank_parts(
     parts = _states(model, software, plan, held, tables)
     working, kept = activation_bytes(model, software, plan)
     in_flight = np.where(pipelined & is_last & (plan.of_schedule("holds_all") == 0), _chunks(plan), _in_flight(plan))
-    # While a block runs backward its activations and their gradients are whole; the logits are gone by then, so that only
-    # what they take beyond that counts.
+    # While a block runs backward its activations and their gradients are whole; the logits are gone by then, so that
+    # only what they take beyond that counts.
     backward = working * np.where(np.asarray(plan.recompute.kept) < 1, 2, 1)
     parts["activations"] = c.activation_slack * (in_flight * blocks * kept + backward)
     has_logits = np.where(pipelined, float(is_last), 1.0)

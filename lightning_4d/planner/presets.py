@@ -10,7 +10,18 @@ __all__ = ["CLUSTERS", "MODELS"]
 
 def _gpt(name: str, layers: int, hidden: int, heads: int, vocab: int = 50_257, seq_len: int = 1024) -> ModelFacts:
     return ModelFacts(
-        layers, hidden, heads, heads, hidden // heads, 4 * hidden, 2, vocab, seq_len, tied=1, positions=seq_len, name=name
+        layers,
+        hidden,
+        heads,
+        heads,
+        hidden // heads,
+        4 * hidden,
+        2,
+        vocab,
+        seq_len,
+        tied=1,
+        positions=seq_len,
+        name=name,
     )
 
 
@@ -78,8 +89,8 @@ def _cluster(
     return ClusterFacts(facts, nodes, devices_per_node or facts.usual_node, network, name=name)
 
 
-# Meta's Llama 3 cluster (arXiv:2407.21783, section 3.3.1): servers of 8 GPUs on NVLink, 2 servers in a rack, 192 racks in
-# a pod of 3,072 GPUs at 50 GB/s each, 8 pods. NVLink's 900 GB/s count both directions. DGX systems: their data sheets.
+# Meta's Llama 3 cluster (arXiv:2407.21783, section 3.3.1): servers of 8 GPUs on NVLink, 2 servers in a rack, 192 racks
+# in a pod of 3,072 GPUs at 50 GB/s each, 8 pods. NVLink's 900 GB/s count both directions. DGX systems: data sheets.
 CLUSTERS: dict[str, ClusterFacts] = {
     each.name: each
     for each in (

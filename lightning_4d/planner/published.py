@@ -1,9 +1,10 @@
-"""Published training runs: reading a CSV file of them into the planner's facts, and their results into seconds per step.
+"""Published training runs: from a CSV file into the planner's facts, and their results into seconds per step.
 
 Each row describes a model, a machine, a layout and what was measured. Only the description goes into a prediction; the
-measured columns (step time, MFU, TFLOP/s, tokens/s, memory) are read for comparison alone. A column left blank is filled
-by a rule that is written down here: from other columns, from what is known of the accelerator, or from what is known of
-the program that ran (`PROGRAMS`: which attention kernel it has, how it reduces gradients). Those are facts, not fitted.
+measured columns (step time, MFU, TFLOP/s, tokens/s, memory) are read for comparison alone. A column left blank is
+filled by a rule that is written down here: from other columns, from what is known of the accelerator, or from what is
+known of the program that ran (`PROGRAMS`: which attention kernel it has, how it reduces gradients). Those are facts,
+not fitted.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ class Program:
         bucket_bytes: of fixed communication buffers: DeepSpeed reduces and gathers through 5e8 elements each.
         fp32_copies: whether norms and rotations keep copies in fp32.
         pp_microbatches: whether it cuts a batch into as many microbatches as stages where a row does not say.
-        step_bytes: of temporaries of the optimizer's step: 8 where it is not fused, 4 more for fp32 copies of gradients.
+        step_bytes: of temporaries of the optimizer's step: 8 where it is not fused, 4 for fp32 copies of gradients.
         balances_stages: whether it deals blocks to pipeline ranks by cost.
     """
 
@@ -86,14 +87,42 @@ PROGRAMS: tuple[Program, ...] = (
     # DeepSpeed ZeRO-3 of 2021 gathers each parameter by itself: 12 of a GPT block.
     Program(r"deepspeed zero-3", "unfused", 2, zero=3, early_stop=False, collectives=12, overlaps_gathers=False),
     # Megatron-LM before FlashAttention: fused softmax, scores in memory; fp16 gradients.
-    Program(r"sc'21|2104\.04473|makefile tables|megatron-deepspeed", "unfused", 2, sequence_parallel=False, early_stop=False, overlaps_gradients=False),
-    Program(r"bigscience|bloom", "unfused", 2, sequence_parallel=False, fabric="4x100Gb/s Omni-Path per node", early_stop=False, overlaps_gradients=False, blocking=True, master_bytes=16, logit_memory=6, bucket_bytes=2e9),
+    Program(
+        r"sc'21|2104\.04473|makefile tables|megatron-deepspeed",
+        "unfused",
+        2,
+        sequence_parallel=False,
+        early_stop=False,
+        overlaps_gradients=False,
+    ),
+    Program(
+        r"bigscience|bloom",
+        "unfused",
+        2,
+        sequence_parallel=False,
+        fabric="4x100Gb/s Omni-Path per node",
+        early_stop=False,
+        overlaps_gradients=False,
+        blocking=True,
+        master_bytes=16,
+        logit_memory=6,
+        bucket_bytes=2e9,
+    ),
     Program(r"2205\.05198", "unfused", 2, zero=0, early_stop=False, overlaps_gradients=False),
     # Composer: FSDP with bf16 reduction; its MPT models use Triton's FlashAttention on A100.
     Program(r"llm-foundry", "flash1", 2, zero=3),
     # torchtitan: SDPA (FlashAttention 2), fp32 reduction, eager norms and rotary embedding unless compiled.
     Program(r"torchtitan", "flash2", 4, eager=True, zero=3, logit_memory=12, fp32_copies=True, pp_microbatches=True),
-    Program(r"nanotron", "flash2", 4, fabric="400 GB/s EFA per node", collectives=9, balances_stages=True, logit_memory=10, fp32_copies=True),
+    Program(
+        r"nanotron",
+        "flash2",
+        4,
+        fabric="400 GB/s EFA per node",
+        collectives=9,
+        balances_stages=True,
+        logit_memory=10,
+        fp32_copies=True,
+    ),
     Program(r"internevo|internlm", "flash2", 2, early_stop=False, collectives=9, logit_memory=10, step_bytes=12),
     # NeMo and Megatron-LM since 2024: cuDNN attention, fp32 or bf16 reduction, ZeRO-1.
     Program(r"nemo|megatron-bridge|megatron-lm|megatron/", "flash3", 4),
@@ -157,7 +186,7 @@ def read_run(row: Row) -> Run:
     return Run(row, model, machine, _software(row, program), plan, seconds, memory)
 
 
-# ------------------------------------------------------------------------------------------------------------- the model
+# ------------------------------------------------------------------------------------------------------------ the model
 
 
 def _model(row: Row) -> ModelFacts:
@@ -171,12 +200,13 @@ def _model(row: Row) -> ModelFacts:
     ffn = _int(row, "ffn_hidden") or -(-8 * hidden // 3 // 256) * 256
     vocab = _int(row, "vocab") or _usual_vocabulary(row)
     sizes = (_int(row, "layers"), hidden, heads, _int(row, "kv_heads") or heads, head_dim, ffn, matrices, vocab)
-    bare = ModelFacts(*(float(size) for size in sizes), seq_len=float(_int(row, "seq_len") or 2048))
+    length = float(_int(row, "seq_len") or 2048)
+    bare = ModelFacts(*(float(size) for size in sizes), length)
     total = _float(row, "params_total")
     outside = total - bare.layers * bare.block_parameters
     # GPT models tie the head to the embedding, models with gated feed-forward parts usually do not.
     is_tied = outside < 1.5 * bare.embedding_parameters if total == total else matrices == 2
-    return ModelFacts(*(float(size) for size in sizes), bare.seq_len, tied=float(is_tied), name=row["model_name"])
+    return replace(bare, tied=float(is_tied), name=row["model_name"])
 
 
 def _preset(row: Row) -> ModelFacts:
@@ -199,7 +229,7 @@ def _usual_vocabulary(row: Row) -> int:
     return 51_200
 
 
-# -------------------------------------------------------------------------------------------------- machine and software
+# ------------------------------------------------------------------------------------------------- machine and software
 
 
 def _machine(row: Row, program: Program) -> Machine:
@@ -220,7 +250,7 @@ def _machine(row: Row, program: Program) -> Machine:
 
 
 def _network(text: str, device: DeviceFacts, node: int) -> tuple[float | None, bool]:
-    """Read bytes of network per node, in GB/s, and whether its fabric is a slow one, from an interconnect's description."""
+    """Read a node's network in GB/s, and whether its fabric is a slow one, from an interconnect's description."""
     is_slow = bool(re.search(r"omni-?path|tcp|ethernet(?!.*roce)", text, re.IGNORECASE))
     per_gpu = re.search(r"(\d+)\s*Gb/s[^;]*per GPU", text)
     counted = re.search(r"(\d+)\s*x\s*(\d+)\s*Gb/s", text)
@@ -270,7 +300,7 @@ def _software(row: Row, program: Program) -> Software:
     )
 
 
-# -------------------------------------------------------------------------------------------------------------- the plan
+# ------------------------------------------------------------------------------------------------------------- the plan
 
 
 def _plan(row: Row, program: Program) -> Plan:
@@ -280,7 +310,9 @@ def _plan(row: Row, program: Program) -> Plan:
     replicate = _int(row, "dp_replicate") or max(1, dp // shard)
     zero = _int(row, "zero_stage") if row["zero_stage"] else program.zero
     told = re.search(r"micro_num (\d+)", row["notes"])
-    samples = _int(row, "global_batch_sequences") or dp * (_int(row, "micro_batch") or 1) * (int(told[1]) if told else 1)
+    samples = _int(row, "global_batch_sequences") or dp * (_int(row, "micro_batch") or 1) * (
+        int(told[1]) if told else 1
+    )
     # Blank: pipelines take single samples, except torchtitan's, which by default cut a batch into pp microbatches.
     usual = 1 if pp > 1 and not program.pp_microbatches else samples // dp // pp
     micro = _int(row, "micro_batch") or max(1, usual)
@@ -316,7 +348,7 @@ def _policy(text: str, program: Program) -> str:
     return next((policy for word, policy in known if word in text), "none")
 
 
-# ------------------------------------------------------------------------------------------------------ what was measured
+# ---------------------------------------------------------------------------------------------------- what was measured
 
 
 def _published_seconds(row: Row, model: ModelFacts, plan: Plan) -> float:
@@ -360,7 +392,7 @@ def _float(row: Row, name: str) -> float:
         return float("nan")
 
 
-# ------------------------------------------------------------------------------------------------- many runs, as one table
+# ---------------------------------------------------------------------------------------------- many runs, as one table
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,11 @@
 """The staged advice that practitioners give, beside what the search found: where they differ, by how much.
 
-    below about 1B parameters and up to 128 devices: plain data parallelism, the largest batch that fits
-    above 1B: shard parameters, FSDP or HSDP
-    out of memory: activation checkpointing
-    more than 256 devices: HSDP, sized to the fast domain
-    above 50B parameters or sequences over 16K: tensor, pipeline and context parallelism
-    then tune for MFU
+below about 1B parameters and up to 128 devices: plain data parallelism, the largest batch that fits
+above 1B: shard parameters, FSDP or HSDP
+out of memory: activation checkpointing
+more than 256 devices: HSDP, sized to the fast domain
+above 50B parameters or sequences over 16K: tensor, pipeline and context parallelism
+then tune for MFU
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_4d.planner.numbers import GIB
+from lightning_4d.planner.numbers import count_text, gib_text
 from lightning_4d.planner.search import Candidate, Search
 
 __all__ = ["Stage", "recipe"]
@@ -46,12 +46,12 @@ def recipe(found: Search) -> list[Stage]:
     """Return the stages of the recipe that apply, each compared with the search."""
     parameters = float(np.asarray(found.model.parameters))
     devices, length = found.cluster.devices, float(np.asarray(found.model.seq_len))
-    billions = f"{parameters / 1e9:.3g}B parameters on {devices} devices"
+    size = f"{count_text(parameters)} parameters on {devices} devices"
     stages = []
     if parameters < SMALL and devices <= FEW:
-        stages.append(_stage(found, f"{billions}: plain data parallelism", _plain(found)))
+        stages.append(_stage(found, f"{size}: plain data parallelism", _plain(found)))
     elif parameters <= LARGE and length <= LONG:
-        stages.append(_stage(found, f"{billions}: shard parameters (FSDP or HSDP)", _sharded(found)))
+        stages.append(_stage(found, f"{size}: shard parameters (FSDP or HSDP)", _sharded(found)))
     if devices > MANY and parameters >= SMALL:
         stages.append(_stage(found, f"more than {MANY} devices: HSDP sized to the fast domain", _hybrid(found)))
     if parameters > LARGE or length > LONG:
@@ -95,31 +95,37 @@ def _stage(found: Search, advice: str, mask: NDArray[np.bool_]) -> Stage:
     if row is None:
         if not mask.any():
             return Stage(advice, f"impossible here; the search takes {found.best.layout}", False)
-        least = float(found.bytes[mask].min()) / GIB
-        text = f"does not fit ({least:.0f} of {found.capacity / GIB:.0f} GiB); the search takes {found.best.layout}"
+        least = gib_text(float(found.bytes[mask].min()))
+        text = f"does not fit ({least} of {gib_text(found.capacity)} GiB); the search takes {found.best.layout}"
         return Stage(advice, text, False)
     other = found.candidate(row)
     faster = found.seconds[row] / found.seconds[best] - 1
     if faster < 0.02:
         return Stage(advice, f"as fast as the search's {found.best.layout}, within the model's accuracy", True)
-    return Stage(advice, f"the search's {found.best.layout} is {faster:.0%} faster than {other}", False)
+    return Stage(advice, f"the search's {found.best.layout} is {_speed(faster)} {other}", False)
 
 
 def _checkpointing(found: Search) -> Stage:
     advice = "out of memory: activation checkpointing"
     best = found.best
-    plain = found.of(found.space.policy == found.space.policies.index("none")) if "none" in found.space.policies else None
+    plain = (
+        found.of(found.space.policy == found.space.policies.index("none")) if "none" in found.space.policies else None
+    )
     if best.policy == "none":
         return Stage(advice, f"not needed, {_memory(best)}", True)
     if plain is None:
         return Stage(advice, f"needed: without it nothing fits; {best.policy} takes {_memory(best)}", True)
     slower = found.seconds[plain] / found.seconds[int(found.order[0])] - 1
-    text = f"{best.policy} with {best.layout} is {slower:.0%} faster than doing without, by {found.candidate(plain)}"
+    text = f"{best.policy} with {best.layout} is {_speed(slower)} doing without, by {found.candidate(plain)}"
     return Stage(advice, text, True)
 
 
+def _speed(slower: float) -> str:
+    return f"{slower:.0%} faster than" if slower < 1 else f"{1 + slower:.1f} times as fast as"
+
+
 def _memory(best: Candidate) -> str:
-    return f"{best.bytes / GIB:.0f} of {best.capacity / GIB:.0f} GiB"
+    return f"{gib_text(best.bytes)} of {gib_text(best.capacity)} GiB"
 
 
 def _tuning(found: Search) -> Stage:

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lightning_4d.planner.families import rejections
-from lightning_4d.planner.numbers import GIB
+from lightning_4d.planner.numbers import GIB, count_text, gib_text
 from lightning_4d.planner.recipe import recipe
 from lightning_4d.planner.search import Candidate, Search
 
@@ -46,10 +46,9 @@ def print_report(found: Search, console: Console, top: int = 8) -> None:
 
 def _question(found: Search) -> RenderableType:
     model, cluster = found.model, found.cluster
-    parameters = float(np.asarray(model.parameters)) / 1e9
     lines = [
-        f"{model.name}: {parameters:.3g}B parameters, {int(np.asarray(model.layers))} blocks, sequences of "
-        f"{int(np.asarray(model.seq_len))}",
+        f"{model.name}: {count_text(float(np.asarray(model.parameters)))} parameters, "
+        f"{int(np.asarray(model.layers))} blocks, sequences of {int(np.asarray(model.seq_len))}",
         f"{cluster.devices} x {cluster.device.name} ({cluster.nodes} nodes of {cluster.devices_per_node}, "
         f"{cluster.device.link_gbs:.0f} GB/s inside, {cluster.network_gbs:.0f} GB/s between)",
         f"{found.batch or 'any number of'} samples in a step, {found.precision}; {len(found.space)} candidates, "
@@ -73,7 +72,7 @@ def _ranking(found: Search, candidates: Sequence[Candidate]) -> Table:
             f"{each.seconds:.3g} s",
             f"{each.mfu:.1%}",
             f"{tokens:,.0f}",
-            f"{each.bytes / GIB:.0f}/{each.capacity / GIB:.0f} GiB",
+            f"{gib_text(each.bytes)}/{gib_text(each.capacity)} GiB",
             style="bold green" if index == 0 else "",
         )
     return table
@@ -101,5 +100,3 @@ def bar(parts: Mapping[str, float], unit: str, width: int = 90) -> Text:
         line.append(("░" if name == "free" else "█") * max(1, round(width * value / total)), style)
         legend.append("■ ", style).append(f"{name} {value:.3g} {unit} ({value / total:.0%})  ")
     return line.append("\n").append_text(legend)
-
-

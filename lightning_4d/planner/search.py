@@ -16,12 +16,13 @@ from lightning_4d.errors import PlanError, explain
 from lightning_4d.layout import ParallelLayout
 from lightning_4d.planner.cluster import ClusterFacts
 from lightning_4d.planner.constants import DEFAULT, Constants
-from lightning_4d.planner.facts import SCHEDULES
+from lightning_4d.planner.facts import SCHEDULES, Plan
 from lightning_4d.planner.memory import MEMORY_COMPONENTS, memory_bytes
 from lightning_4d.planner.model import ModelFacts
-from lightning_4d.planner.numbers import GIB
+from lightning_4d.planner.numbers import gib_text
 from lightning_4d.planner.ours import machine_for, software_for
 from lightning_4d.planner.space import Limits, Space, conflicts, enumerate_plans
+from lightning_4d.planner.stages import first_blocks, head_in_blocks
 from lightning_4d.planner.step_time import COMPONENTS, step_seconds, total_seconds
 
 __all__ = ["Candidate", "Search", "search", "smallest"]
@@ -32,7 +33,9 @@ _CPU = {"layer_seconds": 50e-6, "step_seconds": 5e-3, "intra_latency": 0.2e-3}
 
 Floats = NDArray[np.float64]
 MARGIN = 0.01  # how much faster a plan must be for each further axis
-HEADROOM = 0.95  # of the memory that a plan may take: the model is off by a few per cent, and allocators leave fragments
+HEADROOM = (
+    0.95  # of the memory that a plan may take: the model is off by a few per cent, and allocators leave fragments
+)
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,7 @@ class Candidate:
         capacity: bytes of a device.
         mfu: model FLOPs utilization, causal attention counted by half.
         samples_per_second: of all devices together.
+        first_blocks: the first block of each pipeline stage.
         fullest: which rank is the fullest: "every rank", "first stage" or "last stage".
     """
 
@@ -68,6 +72,7 @@ class Candidate:
     mfu: float
     samples_per_second: float
     fullest: str = "every rank"
+    first_blocks: tuple[int, ...] = ()
 
     @property
     def bytes(self) -> float:
@@ -191,8 +196,8 @@ def search(
     return Search(model, cluster, batch, precision, compiled, constants, space, bytes_, seconds, order)
 
 
-def _simplicity(space: Space, rows: NDArray[np.int64]) -> Floats:
-    """A penalty for each axis beside replication that is used: differences below the model's accuracy decide nothing."""
+def _simplicity(space: Space, rows: NDArray[np.int64]) -> Any:
+    """A penalty for each axis beside replication: differences below the model's accuracy decide nothing."""
     plan = space.plan
     used = sum((np.asarray(size)[rows] > 1).astype(float) for size in (plan.pp, plan.dp_shard, plan.cp, plan.tp))
     return 1 + MARGIN * used
@@ -201,7 +206,9 @@ def _simplicity(space: Space, rows: NDArray[np.int64]) -> Floats:
 def _no_layout(model: ModelFacts, cluster: ClusterFacts, batch: int | None, limits: Limits | None) -> str:
     fixed = ", ".join(f"{name}={value}" for name, value in vars(limits or Limits()).items() if isinstance(value, int))
     given = f"batch={batch} on {cluster.devices} devices" + (f" with {fixed}" if fixed else "")
-    layout = ParallelLayout(*(getattr(limits, axis, None) or 1 for axis in ("pp", "dp_replicate", "dp_shard", "cp", "tp")))
+    layout = ParallelLayout(
+        *(getattr(limits, axis, None) or 1 for axis in ("pp", "dp_replicate", "dp_shard", "cp", "tp"))
+    )
     reasons = conflicts(layout, model)
     rule = "; ".join(reasons) or "the data-parallel size divides the batch, and the product of all sizes is the devices"
     near = max(1, round((batch or 1) / cluster.devices)) * cluster.devices
@@ -230,8 +237,14 @@ def _priced(found: Search, one: Space, row: int) -> Candidate:
         capacity=found.capacity,
         mfu=samples * _scalar(found.model.flops) / (seconds * _scalar(machine.peak) * found.cluster.devices),
         samples_per_second=samples / seconds,
+        first_blocks=_first_blocks(found.model, plan) if pipelined else (),
         fullest=("last stage" if _scalar(memory.is_last) else "first stage") if pipelined else "every rank",
     )
+
+
+def _first_blocks(model: ModelFacts, plan: Plan) -> tuple[int, ...]:
+    stages = int(_scalar(plan.pp) * _scalar(plan.virtual))
+    return tuple(first_blocks(int(_scalar(model.layers)), stages, _scalar(head_in_blocks(model))))
 
 
 def _scalar(value: Any) -> float:
@@ -240,7 +253,7 @@ def _scalar(value: Any) -> float:
 
 def _nothing_fits(found: Search) -> str:
     least = found.candidate(int(np.argmin(found.bytes)))
-    rule = f"no layout fits: the least memory, by {least}, is {least.bytes / GIB:.0f} of {least.capacity / GIB:.0f} GiB"
+    rule = f"no layout fits: the least memory, by {least}, is {gib_text(least.bytes)} of {gib_text(least.capacity)} GiB"
     given = f"{found.model.name} on {found.cluster.devices} x {found.cluster.device.name}"
     enough = smallest(found.model, found.cluster, precision=found.precision, compiled=found.compiled)
     if enough is None:

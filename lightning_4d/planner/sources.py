@@ -1,4 +1,4 @@
-"""Models and clusters as a user names them: a preset, a YAML file, a Hugging Face configuration, a number of devices."""
+"""Models and clusters as a user names them: a preset, a YAML file, a Hugging Face configuration, this machine."""
 
 from __future__ import annotations
 
@@ -132,15 +132,18 @@ def _first(config: Mapping[str, Any], size: str, kind: str, default: int | None 
     found = next((config[name] for name in _NAMES[size] if config.get(name)), default)
     if found is None:
         rule = f"{size} stands in a configuration as {' or '.join(_NAMES[size])}"
-        raise PlanError(explain(f"Hugging Face configuration {kind!r} without it", rule, "write the sizes into a YAML file"))
+        raise PlanError(
+            explain(f"Hugging Face configuration {kind!r} without it", rule, "write the sizes into a YAML file")
+        )
     return int(found)
 
 
 def cluster_facts(name: str, devices: int | None = None) -> ClusterFacts:
-    """Return a cluster by a preset's name, by a device's name ("H100"), from a YAML file of `ClusterFacts`, or this machine.
+    """Return a cluster by a preset's or a device's name ("H100"), from a YAML file of `ClusterFacts`, or this machine.
 
     Args:
-        name: the name, or the path of the file, or "local-cpu". In a file ``device`` is a name, or a mapping of `DeviceFacts`.
+        name: the name, or the path of the file, or "local-cpu". In a file ``device`` is a name, or a mapping of
+            `DeviceFacts`.
         devices: how many devices; whole nodes, or less than one. None: what the preset or the file says.
 
     Raises:
@@ -166,7 +169,9 @@ def _local_cpu(processes: int) -> ClusterFacts:
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / processes
     # Tens of GFLOP/s and GB/s for each core: good enough to compare layouts of one machine.
     rate = 40e9 * cores
-    device = DeviceFacts("CPU", rate, rate, rate, memory / 2**30, 10 * cores, 5.0, 1, measured_share=0.9, usual_node=processes)
+    device = DeviceFacts(
+        "CPU", rate, rate, rate, memory / 2**30, 10 * cores, 5.0, 1, measured_share=0.9, usual_node=processes
+    )
     return ClusterFacts(device, 1, processes, 5.0, name=LOCAL_CPU)
 
 

@@ -163,6 +163,8 @@ def _pipelines(steps: Axes, layers: int, limits: Limits) -> Axes:
             fits = (pp > 1) & (pp * chunks <= layers) & (microbatches >= pp)
             if chunks > 1:
                 fits &= microbatches % pp == 0
+            if schedule.name == "dualpipev":
+                fits &= microbatches >= 2 * pp
             parts.append(_with(steps[fits], chunks, index))
     return np.concatenate(parts)
 

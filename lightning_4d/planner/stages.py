@@ -8,9 +8,9 @@ import numpy as np
 
 from lightning_4d.planner.facts import Plan, Software
 from lightning_4d.planner.model import ModelFacts
-from lightning_4d.planner.numbers import Number, ceil_div
+from lightning_4d.planner.numbers import Number, ceil_div, ratio
 
-__all__ = ["Stages", "stages_of"]
+__all__ = ["Stages", "first_blocks", "head_in_blocks", "stages_of"]
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,31 @@ class Stages:
 
 
 def stages_of(model: ModelFacts, software: Software, plan: Plan) -> Stages:
-    """Return the stages of plans: by cost where the software balances, the head weighed by its FLOPs."""
+    """Return the stages of plans: by cost where the software balances them."""
+    return Stages.of(model.layers, plan.pp, np.asarray(software.balances_stages) * head_in_blocks(model))
+
+
+def head_in_blocks(model: ModelFacts) -> Number:
+    """Return the head's cost in blocks, by FLOPs."""
     head = model.head_rows * model.embedding_parameters
     block = model.seq_len * (model.attention_parameters + model.ffn_parameters) + model.attention_flops / 2
-    return Stages.of(model.layers, plan.pp, np.asarray(software.balances_stages) * head / block)
+    return ratio(head, block)
+
+
+def first_blocks(layers: int, stages: int, head: float) -> list[int]:
+    """Return the first block of each of `stages` stages of nearly equal cost; the last also has the head.
+
+    Args:
+        layers: blocks, at least one for each stage.
+        stages: of all ranks together.
+        head: cost of the head in blocks.
+
+    >>> first_blocks(8, 4, 0.0), first_blocks(8, 4, 2.0)
+    ([0, 2, 4, 6], [0, 2, 5, 7])
+    """
+    ideal = (layers + head) / stages
+    starts: list[int] = []
+    for stage in range(stages):
+        at_least = starts[-1] + 1 if starts else 0
+        starts.append(min(max(int(stage * ideal + 0.5), at_least), layers - (stages - stage)))
+    return starts

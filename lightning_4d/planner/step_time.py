@@ -1,4 +1,4 @@
-"""Seconds of one optimizer step, by component: the slowest pipeline stage, the bubble, what communication leaves exposed.
+"""Seconds of one optimizer step, by component: the slowest pipeline stage, the bubble, communication left exposed.
 
     T = m x (slowest stage) + bubble + exposed data-parallel communication + optimizer + fixed, times jitter
 
@@ -57,7 +57,7 @@ def step_seconds(
     head_is_slow = last + head > middle
     blocks = np.where(head_is_slow, stages.last, stages.most)
     m = plan.microbatches
-    parts = {name: m * blocks * seconds for name, seconds in block.items()}
+    parts: dict[str, Number] = {name: m * blocks * seconds for name, seconds in block.items()}
     parts["head"] = m * np.where(head_is_slow, head, 0.0)
     parts["elementwise"] = parts["elementwise"] + m * accumulate
     parts["pipeline"] = m * exposed_p2p
@@ -91,7 +91,8 @@ def _block_parts(
         "attention": work.attention_forward + split * work.attention_backward,
         "elementwise": work.elementwise_forward + split * work.elementwise_backward,
         "recompute": recompute,
-        "launch": (c.layer_seconds + c.blocking_seconds * np.asarray(software.blocking)) * (3 + np.asarray(again.matmul)),
+        "launch": (c.layer_seconds + c.blocking_seconds * np.asarray(software.blocking))
+        * (3 + np.asarray(again.matmul)),
         "tensor": _tensor_seconds(model, machine, software, plan, c) * (4 + 2 * runs_again),
         "context": _context_seconds(work, model, machine, plan, c),
     }
@@ -100,7 +101,7 @@ def _block_parts(
 
 
 def _tensor_seconds(model: ModelFacts, machine: Machine, software: Software, plan: Plan, c: Constants) -> Number:
-    """One all-reduce of a microbatch's hidden state; with sequence parallelism a gather and a scatter, which is the same."""
+    """One all-reduce of a microbatch's hidden state; with sequence parallelism a gather and a scatter: the same."""
     bytes_ = 2.0 * plan.micro_batch * model.seq_len / plan.cp * model.hidden
     seconds = 2 * gather_seconds(bytes_, Group(plan.tp, 1), machine, c)
     return seconds * np.where(np.asarray(software.async_tensor) > 0, 0.4, 1.0)
@@ -112,7 +113,7 @@ def _context_seconds(work: BlockSeconds, model: ModelFacts, machine: Machine, pl
     once = gather_seconds(bytes_, Group(plan.cp, plan.tp), machine, c)
     forward = _not_hidden(once, work.attention_forward, c)
     backward = _not_hidden(2 * once, work.attention_backward, c)
-    # Each hop but the first merges its part of the output (fp32 and its logsumexp) into what is there; backward likewise.
+    # Each hop but the first merges its part of the output (fp32, and its logsumexp) into what is there; so backward.
     tokens = plan.micro_batch * model.seq_len / plan.cp
     merged = (np.asarray(plan.cp) - 1) * tokens * model.query_width / plan.tp
     merge = merged * (12 + 24) / (machine.bandwidth * c.memory_share) + 3 * (np.asarray(plan.cp) - 1) * c.layer_seconds
@@ -164,7 +165,11 @@ def _accumulate_seconds(
 ) -> Number:
     """Adding a microbatch's 16-bit gradients to those of the step: read both, write the sum."""
     held = _held(model, plan, stages)
-    bytes_ = (2 + 2 * np.asarray(software.gradient_bytes)) * held / np.where(np.asarray(plan.zero) >= 3, plan.dp_shard * plan.cp, 1)
+    bytes_ = (
+        (2 + 2 * np.asarray(software.gradient_bytes))
+        * held
+        / np.where(np.asarray(plan.zero) >= 3, plan.dp_shard * plan.cp, 1)
+    )
     return np.where(np.asarray(plan.microbatches) > 1, bytes_ / (machine.bandwidth * c.memory_share), 0.0)
 
 

@@ -113,7 +113,7 @@ class _Simulation:
 
     @property
     def backward_turn(self) -> int:
-        """One forward, one backward: what it may still hold goes first; where backwards are split, input gradients do."""
+        """One forward, one backward: a forward goes first if it may; where backwards are split, input gradients."""
         return 0 if self.schedule.splits_backward else 999_999
 
     @property

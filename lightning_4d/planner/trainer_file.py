@@ -7,6 +7,7 @@ from typing import Any
 import yaml
 
 from lightning_4d.planner.cluster import ClusterFacts
+from lightning_4d.planner.numbers import gib_text
 from lightning_4d.planner.search import Candidate
 
 __all__ = ["trainer_options", "trainer_yaml"]
@@ -32,6 +33,8 @@ def trainer_options(plan: Candidate, cluster: ClusterFacts, precision: str, acce
     }
     if plan.schedule:
         arguments |= {"pipeline_schedule": plan.schedule, "num_microbatches": plan.microbatches}
+        if plan.virtual > 2:  # without a split, NDStrategy gives each rank two stages
+            arguments["pipeline_split"] = list(plan.first_blocks)
     callbacks: list[dict[str, Any]] = []
     if plan.policy != "none":
         path = "lightning_4d.callbacks.ActivationCheckpointing"
@@ -69,7 +72,7 @@ def trainer_yaml(
     head = [
         f"# {plan}",
         f"# Predicted: {plan.seconds:.3g} s for each step, {plan.mfu:.1%} MFU, "
-        f"{plan.bytes / 2**30:.0f} of {plan.capacity / 2**30:.0f} GiB on the fullest device.",
+        f"{gib_text(plan.bytes)} of {gib_text(plan.capacity)} GiB on the fullest device.",
         f"# The loader of each process gives {loader_batch(plan)} samples at once.",
     ]
     content: dict[str, Any] = {"trainer": trainer_options(plan, cluster, precision, accelerator)}

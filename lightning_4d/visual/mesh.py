@@ -13,6 +13,8 @@ __all__ = ["draw_mesh", "mesh_text"]
 
 _MOST_DRAWN = 512  # ranks; of larger layouts the first nodes are shown
 _MOST_LISTED = 64
+# The frame of a rank that rank 0 meets along an axis; told apart from the colours of stages by being dark.
+_EDGES = {"tp": "#B00020", "cp": "#00634A", "dp_shard": "#5B2A86", "dp_replicate": "#8A3B00", "pp": "#003A6B"}
 _NAMES = {
     "tp": "tensor parallel (tp)",
     "cp": "context parallel (cp)",
@@ -57,8 +59,8 @@ def mesh_text(layout: ParallelLayout, per_node: int) -> str:
 def draw_mesh(layout: ParallelLayout, per_node: int, path: str | Path, title: str = "") -> None:
     """Draw the nodes of a layout with their ranks, and for rank 0 whom it meets along each axis.
 
-    A box is a node, a square a rank with its place on the axes; squares of one colour are of one pipeline stage. Of more
-    than 512 ranks the first are drawn.
+    A box is a node, a square a rank with its place on the axes; squares of one colour are of one pipeline stage. Frames
+    show whom rank 0 meets along which axis. Of more than 512 ranks the first are drawn.
 
     Args:
         layout: sizes of the axes.
@@ -75,12 +77,12 @@ def draw_mesh(layout: ParallelLayout, per_node: int, path: str | Path, title: st
     columns = 1 if nodes == 1 else 2 if nodes <= 16 else 4
     rows = -(-nodes // columns)
     width = per_node + 0.8
-    figure = new_figure(min(24.0, 2 + 0.82 * columns * width), 2.2 + 1.25 * rows)
+    figure = new_figure(min(24.0, 1 + 0.72 * columns * width), 1.9 + 1.18 * rows)
     axes = figure.subplots()
     for node in range(nodes):
         _draw_node(axes, layout, per_node, node, (node % columns) * width, (node // columns) * 1.7)
     axes.set_xlim(-0.4, columns * width)
-    axes.set_ylim(rows * 1.7, -0.5)
+    axes.set_ylim(rows * 1.7 - 0.4, -0.75)
     axes.set_aspect("equal")
     axes.axis("off")
     more = "" if nodes == _nodes(layout, per_node) else f" (the first {nodes} of {_nodes(layout, per_node)} nodes)"
@@ -101,8 +103,8 @@ def _draw_node(axes: Any, layout: ParallelLayout, per_node: int, node: int, left
     met = {rank: axis for axis in layout.axis_sizes for rank in layout.group_ranks(axis, 0) if rank}
     for place, rank in enumerate(ranks):
         colour = PALETTE[layout.coordinate(rank)["pp"] % len(PALETTE)]
-        edge = INK if rank == 0 or rank in met else "white"
-        square = Rectangle((left + place, top), 0.9, 1, facecolor=colour, alpha=0.75, edgecolor=edge, linewidth=1.6)
+        edge = INK if rank == 0 else _EDGES[met[rank]] if rank in met else "white"
+        square = Rectangle((left + place, top), 0.9, 1, facecolor=colour, alpha=0.75, edgecolor=edge, linewidth=2.4)
         axes.add_patch(square)
         label = _place(layout, rank).replace(" ", "\n")
         axes.text(left + place + 0.45, top + 0.5, f"{rank}\n{label}", fontsize=6.5, ha="center", va="center", color=INK)
@@ -117,7 +119,7 @@ def _legend(layout: ParallelLayout, per_node: int) -> list[Any]:
             ranks = layout.group_ranks(axis, 0)
             shown = ", ".join(map(str, ranks[:6])) + (", ..." if len(ranks) > 6 else "")
             text = f"{_NAMES[axis]} {size}: rank 0 meets {shown}; {_where(ranks, per_node)}"
-            handles.append(Patch(facecolor="white", edgecolor=INK, label=text))
+            handles.append(Patch(facecolor="white", edgecolor=_EDGES[axis], linewidth=2.4, label=text))
     return handles
 
 
