@@ -128,6 +128,8 @@ PROGRAMS: tuple[Program, ...] = (
     Program(r"nemo|megatron-bridge|megatron-lm|megatron/", "flash3", 4),
     # MaxText on GPUs: cuDNN attention, XLA fuses; GCP A3 has 8 x 100 Gb/s and TCP.
     Program(r"maxtext.*gpu", "flash3", 2, fabric="100 GB/s TCP per node", zero=3),
+    # Aleph Alpha's sweep: ZeRO-1, the kernel and sequence parallelism stand in the notes.
+    Program(r"aleph|2311\.05610", "flash2", 2, early_stop=False),
     Program(r"llama 3 herd|2407\.21783", "flash2", 4, virtual=8),
 )
 _UNKNOWN = Program(r"", "flash2")
@@ -270,17 +272,29 @@ def _network(text: str, device: DeviceFacts, node: int) -> tuple[float | None, b
     return None, is_slow
 
 
+# Attention kernels as notes name them.
+_KERNELS = (
+    (r"flash[-_ ]?(attention|attn)[-_ ]?3|cudnn attention|fused attention", "flash3"),
+    (r"flash[-_ ]?(attention|attn)[-_ ]?(v?2)|\bfa2\b", "flash2"),
+    (r"flash[-_ ]?(attention|attn)|triton attention", "flash1"),
+    (r"kernel[ =:]*(torch|megatron)|unfused attention|without flash", "unfused"),
+)
+
+
 def _software(row: Row, program: Program) -> Software:
     notes = row["notes"].lower()
     compiled = bool(re.search(r"(?<!no )compile", notes))
     casts = "amp_bf16/default" in notes  # Composer's FSDP without a parameter dtype
+    attention = next((kernel for pattern, kernel in _KERNELS if re.search(pattern, notes)), program.attention)
+    sequence = re.search(r"sequence[_ -]parallel(?:ism)?[ =:]*(true|false|on|off|yes|no)?\b", notes)
+    shards_norms = program.sequence_parallel if sequence is None else sequence[1] not in ("false", "off", "no")
     fp32_gradients = "fp32 grad" in row["precision"].lower()
     return Software(
-        attention=ATTENTION.index(program.attention),
+        attention=ATTENTION.index(attention),
         eager=float(program.eager and not compiled),
         fp8=float("fp8" in row["precision"].lower()),
         gradient_bytes=4.0 if fp32_gradients else float(program.gradient_bytes),
-        sequence_parallel=float(program.sequence_parallel),
+        sequence_parallel=float(shards_norms),
         async_tensor=float("async" in notes),
         parameter_bytes=4.0 if casts else 2.0,
         casts=float(casts),
@@ -337,6 +351,8 @@ def _policy(text: str, program: Program) -> str:
         return program.recompute
     known = (
         ("every other", "every_2"),
+        ("every_layer", "full"),
+        ("every layer", "full"),
         ("minimal", "minimal"),
         ("attention", "attention"),
         ("core", "attention"),
