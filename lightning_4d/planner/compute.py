@@ -17,6 +17,7 @@ __all__ = ["BlockSeconds", "block_seconds", "head_seconds", "matmul_seconds", "m
 # Batched products over heads whose width is no multiple of 8 miss the tensor cores: one 200B model with heads of 150
 # took 1.3 times as long as its like with heads of 144.
 ODD_HEADS = 14.0
+SHORT_HEADS = 40.0  # width of heads at which a batched product loses half its rate
 
 H100_500W = MATMUL.index("h100_500w")
 
@@ -100,7 +101,9 @@ def _unfused_seconds(model: ModelFacts, machine: Machine, plan: Plan, c: Constan
     scores = plan.micro_batch * model.heads * model.seq_len**2 / (plan.cp * plan.tp)
     share = matmul_share(machine, Software(), c)
     odd = np.where(np.asarray(model.head_dim) % 8 == 0, 1.0, ODD_HEADS)
-    products = odd * 4 * scores * model.head_dim / (machine.peak * share) * (1 + c.short_reduction / model.head_dim)
+    products = (
+        odd * 4 * scores * model.head_dim / (machine.peak * share) * (1 + SHORT_HEADS / np.maximum(model.head_dim, 1))
+    )
     moved = c.unfused_bytes / 3.5 * scores / (machine.bandwidth * c.memory_share)
     return products + moved
 

@@ -56,41 +56,41 @@ class Constants:
     zero_bubble_split: extra time of a backward that is split into its two halves.
     """
 
-    matmul_a100: float = 0.7026
-    matmul_h100: float = 0.6187
-    matmul_h100_500w: float = 0.5189
+    matmul_a100: float = 0.7029
+    matmul_h100: float = 0.6189
+    matmul_h100_500w: float = 0.5191
     matmul_v100: float = 0.8156
     matmul_of_measured: float = 0.83
     matmul_fp8: float = 0.60
-    tile_waves: float = 0.5179
-    short_reduction: float = 39.19
+    tile_waves: float = 0.5181
+    short_reduction: float = 39.58
     flash1_a100: float = 0.3249
     flash2_a100: float = 0.4255
     flash1_h100: float = 0.174
-    flash2_h100: float = 0.2753
+    flash2_h100: float = 0.2754
     flash3_h100: float = 0.45
-    narrow_heads: float = 0.05651
-    unfused_bytes: float = 14.84
-    elementwise: float = 0.5943
-    elementwise_eager: float = 2.036
-    logit_bytes: float = 11.17
+    narrow_heads: float = 0.05618
+    unfused_bytes: float = 14.8
+    elementwise: float = 0.5983
+    elementwise_eager: float = 2.041
+    logit_bytes: float = 11.37
     memory_share: float = 0.8
-    layer_seconds: float = 2.706e-05
+    layer_seconds: float = 2.711e-05
     blocking_seconds: float = 0.84e-3
-    step_seconds: float = 0.04988
-    straggler_seconds: float = 0.001283
-    nvlink_share: float = 0.8155
-    rdma_share: float = 0.697
-    slow_fabric_share: float = 0.2256
-    intra_latency: float = 4.516e-05
-    inter_latency: float = 5.227e-05
-    latency_power: float = 0.7506
-    fsdp_overlap_loss: float = 0.1579
-    dp_hidden: float = 0.589
-    p2p_exposed: float = 0.112
+    step_seconds: float = 0.04895
+    straggler_seconds: float = 0.001265
+    nvlink_share: float = 0.8143
+    rdma_share: float = 0.6959
+    slow_fabric_share: float = 0.2253
+    intra_latency: float = 4.38e-05
+    inter_latency: float = 5.665e-05
+    latency_power: float = 0.7375
+    fsdp_overlap_loss: float = 0.158
+    dp_hidden: float = 0.5908
+    p2p_exposed: float = 0.1066
     optimizer_bytes: float = 34.0
     activation_slack: float = 1.002
-    runtime_memory: float = 5.684e09
+    runtime_memory: float = 5.684e+09
     zero_bubble_split: float = 0.03
 
 
