@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from lightning_4d import NDStrategy
+from lightning_4d.callbacks import ActivationCheckpointing
 from tests import staged_modules as staged
 from tests.harness import compare, reference, staged_tensors, train
 from tests.modules import EncoderStack, TinyGPT, ViT
@@ -141,3 +142,29 @@ def test_a_balance_loss_with_one_microbatch(pool):
 def test_batch_norm_with_one_microbatch(pool):
     options = {"pipeline_schedule": "gpipe", "num_microbatches": 1}
     check(pool, staged.WithBatchNorm, 2, limit_val_batches=2, options=options)
+
+
+def checkpointed(*args: Any, **kwargs: Any) -> dict[str, Any]:
+    return {"module": partial(FOUR, dropout=0.0), "callbacks": partial(_checkpointing, args, kwargs)}
+
+
+def _checkpointing(args: Any, kwargs: Any) -> list[Any]:
+    return [ActivationCheckpointing(*args, **kwargs)]
+
+
+POLICIES = {
+    "none": checkpointed("none"),
+    "full": checkpointed("full"),
+    "sqrt": checkpointed("sqrt"),
+    "nested": checkpointed("sqrt", nested=True, segments=1),
+    "every_k": checkpointed("every_k", every_k=2),
+    "selective": checkpointed("selective"),
+    "budget": checkpointed("budget", budget_bytes=300_000),
+}
+
+
+@pytest.mark.parametrize(
+    ("schedule", "shard"), [("gpipe", 1), ("1f1b", 2), ("interleaved_1f1b", 1), ("looped_bfs", 1), ("zbv", 2)]
+)
+def test_activation_checkpointing(pool, schedule, shard):
+    check_each(pool, POLICIES, 2, shard, options={"pipeline_schedule": schedule})
