@@ -111,6 +111,11 @@ class PipelineSteps:
         return self._pipeline
 
     @property
+    def schedule(self) -> str:
+        """The name of the schedule."""
+        return self._kind.name
+
+    @property
     def module(self) -> LightningModule:
         """The user's."""
         return self._strategy._module
