@@ -36,12 +36,17 @@ from lightning_4d.parallel.pipeline.record import StepRecord
 from lightning_4d.parallel.pipeline.reduction import Plan
 from lightning_4d.parallel.pipeline.schedule import (
     ScheduleKind,
+    action_list,
     check_microbatches,
     choose_microbatches,
     find_schedule,
+    for_microbatches,
+    in_flight,
     stage_ranks,
 )
 from lightning_4d.parallel.pipeline.split import check_count
+from lightning_4d.parallel.recompute import StageRuns
+from lightning_4d.parallel.recompute.install import installed
 from lightning_4d.strategies.example_batch import example_batch
 from lightning_4d.strategies.loss_probe import LossProbe
 from lightning_4d.strategies.pipeline_metrics import StageMetrics
@@ -104,6 +109,11 @@ class PipelineSteps:
         """The stages of this rank, from set-up on."""
         assert self._pipeline is not None
         return self._pipeline
+
+    @property
+    def schedule(self) -> str:
+        """The name of the schedule."""
+        return self._kind.name
 
     @property
     def module(self) -> LightningModule:
@@ -264,6 +274,16 @@ class PipelineSteps:
                 return plan.ranks[plan.stage_of(number)]
         return plan.ranks[-1] if name.rpartition(".")[0] in tail else plan.ranks[0]
 
+    def stage_runs(self) -> StageRuns:
+        """Return this rank's blocks by stage, and how many microbatches wait for their backward at once."""
+        plan = self.stage_plan
+        ranks = self._strategy.layout.pipeline_parallel_size
+        count = self._options.num_microbatches
+        microbatches = count if isinstance(count, int) else max(len(self._sizes), 1)
+        kind = for_microbatches(self._kind, microbatches, ranks)
+        flying = in_flight(action_list(kind, ranks, plan.stages, microbatches)[self._rank])
+        return StageRuns([[plan.order[b] for b in plan.blocks(stage)] for stage in plan.on_rank(self._rank)], flying)
+
     def counted_elsewhere(self) -> set[nn.Parameter]:
         """Return the parameters here that a norm over all stages counts on another rank."""
         return {parameter for shared in self._shared if not shared.is_first for parameter in shared.parameters()}
@@ -304,6 +324,8 @@ class PipelineSteps:
             checks=self._is_checked(),
         )
         data = strategy.data
+        # Checkpointing would recompute once for each parameter whose gradient comes later.
+        pipeline.whole_backward = installed(module) is not None
         earlier = take_gradients(data.gradient_leaves())
         data.begin_schedule()
         key = self._key("train", arguments)
