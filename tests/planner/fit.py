@@ -197,7 +197,8 @@ def write(c: Constants) -> None:
     """Put fitted values into the source file."""
     text = SOURCE.read_text()
     for name in (*FITTED, *FITTED_MEMORY):
-        text = re.sub(rf"(?m)^    {name}: float = .*$", f"    {name}: float = {getattr(c, name):.4g}", text)
+        value = f"{getattr(c, name):.4g}".replace("e+", "e")
+        text = re.sub(rf"(?m)^    {name}: float = .*$", f"    {name}: float = {value}", text)
     SOURCE.write_text(text)
 
 

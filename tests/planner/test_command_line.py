@@ -21,7 +21,8 @@ def test_plan_prints_the_ranking_the_reasons_and_the_recipe(capsys, monkeypatch)
     printed = capsys.readouterr().out
     for expected in ("Best layouts", "Memory of", "Where the step goes", "Why not", "The usual recipe", "pp1.dp1x64"):
         assert expected in printed
-    assert "plain data parallelism" in printed and "GiB of 75" in printed
+    assert "plain data parallelism" in printed
+    assert "GiB of 75" in printed
 
 
 def test_plan_of_one_layout(capsys, monkeypatch):

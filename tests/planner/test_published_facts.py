@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 
@@ -71,8 +73,10 @@ def test_stages():
     assert (float(balanced.most), float(balanced.last)) == (10, 6)
     for layers, stages, head in ((126, 64, 1.5), (32, 8, 4.0), (5, 5, 9.0)):
         starts = first_blocks(layers, stages, head)
-        assert len(starts) == stages and starts[0] == 0 and starts[-1] < layers
-        assert all(b > a for a, b in zip(starts, starts[1:], strict=False))
+        assert len(starts) == stages
+        assert starts[0] == 0
+        assert starts[-1] < layers
+        assert all(b > a for a, b in itertools.pairwise(starts))
 
 
 ROW = {
@@ -121,7 +125,8 @@ def test_what_was_measured_does_not_enter_a_prediction():
     plain, measured = read_run(ROW), read_run(told)
     for name in ("model", "machine", "software", "plan"):
         assert repr(getattr(plain, name)) == repr(getattr(measured, name))
-    assert measured.seconds == 3.5 and np.isnan(plain.seconds)
+    assert measured.seconds == 3.5
+    assert np.isnan(plain.seconds)
 
 
 @pytest.mark.parametrize(
@@ -143,6 +148,7 @@ def test_interconnects(interconnect, gigabytes, slow):
 def test_a_row_of_an_unknown_source_and_blanks_is_read():
     run = read_run(ROW)
     assert program_of(ROW).pattern == ""
-    assert float(run.plan.dp) == 8 and float(run.plan.microbatches) == 16
+    assert float(run.plan.dp) == 8
+    assert float(run.plan.microbatches) == 16
     assert read_run(ROW | {"layers": "", "hidden": "", "model_name": "Llama 3 8B"}).model.layers > 0
     assert read_run(ROW | {"seq_len": "", "gpus_per_node": "", "global_batch_sequences": "", "micro_batch": ""})

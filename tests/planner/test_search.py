@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from dataclasses import replace
 
@@ -65,7 +66,7 @@ def test_the_ranking(large):
         assert sum(each.parts.values()) == pytest.approx(each.seconds)
         assert 0 < each.mfu < 1
     # Only a simpler layout may stand before a faster one, and only by the margin of the model's accuracy.
-    assert all(b.seconds > 0.94 * a.seconds for a, b in zip(top, top[1:], strict=False))
+    assert all(b.seconds > 0.94 * a.seconds for a, b in itertools.pairwise(top))
     assert large.best == top[0]
 
 
@@ -82,10 +83,12 @@ def test_why_not(large):
     assert why["tp=16 and more"] == "tp=16 does not divide the 8 key/value heads"
     small = search(model_facts("llama3-8b"), cluster_facts("dgx-h100", 64), 512)
     reasons = {each.family: each.reason for each in rejections(small)}
-    assert reasons["plain data parallelism"].startswith("needs 1") and "GiB of 75" in reasons["plain data parallelism"]
+    assert reasons["plain data parallelism"].startswith("needs 1")
+    assert "GiB of 75" in reasons["plain data parallelism"]
     gpt3 = search(model_facts("gpt3-175b"), cluster_facts("dgx-a100", 1024), 1536, limits=Limits(pp=1))
     crossing = {each.family: each.reason for each in rejections(gpt3)}["tp across nodes (tp>8)"]
-    assert "step time by pp1" in crossing and "tensor-parallel communication" in crossing
+    assert "step time by pp1" in crossing
+    assert "tensor-parallel communication" in crossing
 
 
 @pytest.mark.parametrize(
@@ -117,7 +120,8 @@ def test_what_cannot_work_is_answered_with_what_would():
     with pytest.raises(PlanError, match=r"no layout fits: .* of 75 GiB; use at least \d+ of these devices, by pp"):
         _ = found.best
     enough = smallest(model, cluster_facts("dgx-h100"))
-    assert enough is not None and enough.fits
+    assert enough is not None
+    assert enough.fits
     less = enough.layout.world_size - 8
     assert not len(search(model, cluster_facts("dgx-h100", less), None).order)
 

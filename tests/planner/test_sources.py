@@ -94,7 +94,8 @@ def test_clusters(tmp_path):
     with pytest.raises(PlanError, match="speed"):
         cluster_facts(str(path))
     local = cluster_facts("local-cpu", 4)
-    assert local.devices == 4 and local.device.memory_gb > 0
+    assert local.devices == 4
+    assert local.device.memory_gb > 0
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from lightning_4d.errors import PlanError
@@ -24,7 +26,7 @@ def test_a_schedule_is_a_schedule(schedule, ranks, microbatches):
     assert len(work) == len(done) == len(kinds) * stages * microbatches
     for rank in range(ranks):  # one thing at a time
         own = [each for each in work if each.rank == rank]
-        assert all(a.end <= b.start + 1e-9 for a, b in zip(own, own[1:], strict=False))
+        assert all(a.end <= b.start + 1e-9 for a, b in itertools.pairwise(own))
     back = kinds[1]
     for (kind, stage, microbatch), each in done.items():
         if kind == "forward" and stage:
