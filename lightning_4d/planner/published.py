@@ -201,9 +201,9 @@ def _model(row: Row) -> ModelFacts:
     # A gated feed-forward part is 8/3 wide by custom, which costs as much as two matrices of 4.
     ffn = _int(row, "ffn_hidden") or -(-8 * hidden // 3 // 256) * 256
     vocab = _int(row, "vocab") or _usual_vocabulary(row)
-    sizes = (_int(row, "layers"), hidden, heads, _int(row, "kv_heads") or heads, head_dim, ffn, matrices, vocab)
+    layers, kv_heads = _int(row, "layers"), _int(row, "kv_heads") or heads
     length = float(_int(row, "seq_len") or 2048)
-    bare = ModelFacts(*(float(size) for size in sizes), length)
+    bare = ModelFacts(layers, hidden, heads, kv_heads, head_dim, ffn, matrices, vocab, length)
     total = _float(row, "params_total")
     outside = total - bare.layers * bare.block_parameters
     # GPT models tie the head to the embedding, models with gated feed-forward parts usually do not.

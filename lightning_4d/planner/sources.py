@@ -27,7 +27,7 @@ def model_facts(name: str) -> ModelFacts:
     Raises:
         PlanError: no such preset or file, or a size is missing.
 
-    >>> round(model_facts("llama3-8b").parameters / 1e9, 2)
+    >>> round(float(model_facts("llama3-8b").parameters) / 1e9, 2)
     8.03
     """
     if name.lower() in MODELS:

@@ -84,7 +84,7 @@ def first_blocks(layers: int, stages: int, head: float) -> list[int]:
         head: cost of the head in blocks.
 
     >>> first_blocks(8, 4, 0.0), first_blocks(8, 4, 2.0)
-    ([0, 2, 4, 6], [0, 2, 5, 7])
+    ([0, 2, 4, 6], [0, 3, 5, 7])
     """
     ideal = (layers + head) / stages
     starts: list[int] = []

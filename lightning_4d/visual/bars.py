@@ -11,8 +11,6 @@ from lightning_4d.visual.canvas import INK, PALETTE, checked_path, new_figure, s
 
 __all__ = ["draw_memory", "draw_time"]
 
-_MORE = ("#004166", "#8F6200", "#00634A", "#80436A", "#2E7FAF", "#8A3B00")  # darker, when there are many components
-
 
 def draw_memory(
     names: Sequence[str], parts: Sequence[Mapping[str, float]], capacity: float, path: str | Path, title: str = ""
@@ -66,11 +64,10 @@ def _stacked(names: Sequence[str], parts: Sequence[Mapping[str, float]], path: s
     axes = figure.subplots()
     totals = [sum(each.values()) for each in parts]
     components = [name for name in parts[0] if any(each[name] > 0.004 * max(totals) for each in parts)]
-    colours = (*PALETTE, *_MORE)
     left = [0.0] * len(names)
     for index, component in enumerate(components):
         sizes = [each[component] for each in parts]
-        colour = colours[index % len(colours)]
+        colour = PALETTE[index % len(PALETTE)]
         axes.barh(range(len(names)), sizes, left=left, color=colour, label=component, height=0.68, edgecolor="white")
         left = [start + size for start, size in zip(left, sizes)]
     for row, total in enumerate(totals):

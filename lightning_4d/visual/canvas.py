@@ -17,8 +17,9 @@ __all__ = ["GREY", "INK", "PALETTE", "SUFFIXES", "checked_path", "new_figure", "
 
 SUFFIXES = (".png", ".svg")
 
-# Okabe and Ito's colours, which people with colour blindness can tell apart.
-PALETTE = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#7F7F7F")
+# Okabe and Ito's colours, which people with colour blindness can tell apart, and darker ones of the same hues.
+_BRIGHT = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#7F7F7F")
+PALETTE = (*_BRIGHT, "#004166", "#8F6200", "#00634A", "#80436A", "#2E7FAF", "#8A3B00")
 GREY, INK = "#E4E4E4", "#222222"
 
 

@@ -11,7 +11,7 @@ from lightning_4d.visual.canvas import GREY, INK, PALETTE, checked_path, new_fig
 
 __all__ = ["draw_mesh", "mesh_text"]
 
-_MOST_DRAWN = 512  # ranks; of larger layouts the first nodes are shown
+_MOST_DRAWN = 128  # ranks; of larger layouts the first nodes are shown
 _MOST_LISTED = 64
 # The frame of a rank that rank 0 meets along an axis; told apart from the colours of stages by being dark.
 _EDGES = {"tp": "#B00020", "cp": "#00634A", "dp_shard": "#5B2A86", "dp_replicate": "#8A3B00", "pp": "#003A6B"}
@@ -60,7 +60,7 @@ def draw_mesh(layout: ParallelLayout, per_node: int, path: str | Path, title: st
     """Draw the nodes of a layout with their ranks, and for rank 0 whom it meets along each axis.
 
     A box is a node, a square a rank with its place on the axes; squares of one colour are of one pipeline stage. Frames
-    show whom rank 0 meets along which axis. Of more than 512 ranks the first are drawn.
+    show whom rank 0 meets along which axis. Of more than 128 ranks the first are drawn.
 
     Args:
         layout: sizes of the axes.

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
+from lightning_4d.layout import ParallelLayout
 from lightning_4d.planner import cluster_facts, model_facts, search, timeline
 from lightning_4d.planner.accuracy import Accuracy, accuracy
 from lightning_4d.planner.constants import DEFAULT, FITTED, FITTED_MEMORY
@@ -141,7 +142,6 @@ def draw(runs: Sequence[Run]) -> None:
     title = "Llama 3 70B on 256 H100"
     draw_memory(names, [each.memory for each in top], found.capacity, IMAGES / "planner_memory.png", f"{title}: memory")
     draw_time(names, [each.parts for each in top], IMAGES / "planner_time.png", f"{title}: where a step goes")
-    layout = search(model_facts("llama3-405b"), cluster_facts("meta-llama3", 16_384), 2048).best.layout
-    draw_mesh(layout, 8, IMAGES / "planner_mesh.png")
+    draw_mesh(ParallelLayout.parse("pp2.dp2x2.cp2.tp2"), 8, IMAGES / "planner_mesh.png")
     cells = [Cell(*work) for work in timeline("interleaved_1f1b", 4, 8, 2)]
     draw_schedule(cells, IMAGES / "planner_schedule.png", "interleaved_1f1b, 4 ranks with 2 stages each")
