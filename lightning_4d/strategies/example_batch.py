@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import TrainerFn
@@ -24,9 +24,11 @@ def example_batch(trainer: Trainer) -> Any:
     Raises:
         UnsupportedError: the data can be iterated over only once, or is empty.
     """
-    loop: Any = trainer.fit_loop if trainer.state.fn == TrainerFn.FITTING else _evaluation_loop(trainer)
+    is_fit = trainer.state.fn == TrainerFn.FITTING
+    loop: Any = trainer.fit_loop if is_fit else _evaluation_loop(trainer)
     with _random_states_kept():
-        combined = _combined(loop._data_source.dataloader())
+        # Training steps get a batch of every loader at once, evaluation steps one of one loader.
+        combined = _combined(loop._data_source.dataloader(), "max_size_cycle" if is_fit else "sequential")
         batch = next(iter(combined), None)
         if batch is None:
             raise UnsupportedError(
@@ -51,11 +53,11 @@ def _evaluation_loop(trainer: Trainer) -> Any:
     return loops[trainer.state.fn]  # pyright: ignore[reportArgumentType]
 
 
-def _combined(loaders: Any) -> CombinedLoader:
-    mode = "max_size_cycle"
+def _combined(loaders: Any, mode: Literal["max_size_cycle", "sequential"]) -> CombinedLoader:
     if isinstance(loaders, CombinedLoader):
-        mode, loaders = loaders._mode, loaders.iterables
-    combined = CombinedLoader(loaders, mode)
+        combined = CombinedLoader(loaders.iterables, loaders._mode)
+    else:
+        combined = CombinedLoader(loaders, mode)
     combined.flattened = [_in_process(loader) for loader in combined.flattened]
     combined.limits = [1] * len(combined.flattened)
     return combined
