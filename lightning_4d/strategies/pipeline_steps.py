@@ -235,7 +235,8 @@ class PipelineSteps:
     def _share(self, module: LightningModule) -> list[_Shared]:
         """Group the parameters that stages on several ranks need by those ranks."""
         assert self._plan is not None
-        ranks_along = self._strategy.layout.group_ranks("pp", self._strategy.global_rank)
+        layout = self._strategy.layout
+        pipelines = sorted({tuple(layout.group_ranks("pp", rank)) for rank in range(layout.world_size)})
         by_ranks: dict[tuple[int, ...], list[str]] = {}
         for name, stages in self._parameter_stages.items():
             ranks = tuple(sorted({self._plan.ranks[stage] for stage in stages}))
@@ -243,10 +244,11 @@ class PipelineSteps:
                 by_ranks.setdefault(ranks, []).append(name)
         shared = []
         for ranks, names in by_ranks.items():
-            if self._rank in ranks:
-                members = [ranks_along[rank] for rank in ranks]
-                group = dist.new_group(members, use_local_synchronization=True)
-                shared.append(_Shared(module, names, group, members[0], is_first=self._rank == ranks[0]))
+            for pipeline in pipelines:
+                members = [pipeline[rank] for rank in ranks]
+                group = dist.new_group(members)  # on all ranks: torch names groups by how many a process has made
+                if self._strategy.global_rank in members:
+                    shared.append(_Shared(module, names, group, members[0], is_first=self._rank == ranks[0]))
         return shared
 
     def saved_elsewhere(self, module: LightningModule) -> set[str]:
