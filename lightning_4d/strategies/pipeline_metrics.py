@@ -7,6 +7,7 @@ over. In a training step of several microbatches, what a metric's call returns i
 from __future__ import annotations
 
 import copy
+import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from torch.utils import _pytree as pytree
 from torchmetrics import Metric
 from torchmetrics.utilities.distributed import gather_all_tensors
 
+from lightning_4d.parallel.pipeline.combine import LeafValue
 from lightning_4d.parallel.pipeline.tail_trace import TailTrace
 from lightning_4d.strategies.side_effects import joined
 
@@ -184,8 +186,7 @@ class StageMetrics:
             if self._puts_off(name, trace(), args, kwargs, is_call=True):
                 if name not in self._called:
                     self._begin(name, metric)
-                with _unfollowed(trace):
-                    value = torch.full((), float("nan"))  # known after the last microbatch
+                value = _unknown(trace(), name)
                 self._called[name].append(value)
                 return value
             with _unfollowed(trace), torch.no_grad():
@@ -255,6 +256,14 @@ class PutOff:
             if (isinstance(leaf, Tensor) and leaf.dim() == 0)
             or (isinstance(leaf, (int, float)) and not isinstance(leaf, bool))
         }
+
+
+def _unknown(trace: TailTrace | None, name: str) -> Tensor:
+    """Stand for a value that is known after the last microbatch; it may be logged, and nothing can be made of it."""
+    value = torch.tensor(random.SystemRandom().random())  # no rule makes the batch's from it
+    if trace is not None:
+        trace.leaf(LeafValue("opaque", value, f"what the metric {name!r} returned"))
+    return value
 
 
 @contextmanager

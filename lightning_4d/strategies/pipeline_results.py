@@ -16,6 +16,7 @@ from lightning_4d.parallel.pipeline.combine import LeafValue
 from lightning_4d.parallel.pipeline.passes import Trace
 from lightning_4d.parallel.pipeline.reduction import BatchReduction, Plan
 from lightning_4d.parallel.pipeline.tail_trace import TailTrace
+from lightning_4d.strategies.fake_step import require_loss
 from lightning_4d.strategies.pipeline_metrics import PutOff, StageMetrics
 from lightning_4d.strategies.side_effects import Attributes, Effects, is_scalar, joined
 from lightning_4d.strategies.step_log import StepLog, as_tensor, caches
@@ -172,17 +173,7 @@ class TrainingResults:
 
     def _loss_of(self, result: Any) -> Tensor:
         self._is_dict = isinstance(result, dict)
-        loss = result.get("loss") if isinstance(result, dict) else result
-        if isinstance(loss, Tensor) and loss.numel() == 1:
-            return loss  # the object itself: what made it is known by it
-        raise UnsupportedError(
-            explain(
-                f"training_step returned {type(result).__name__}",
-                "with several ranks every step returns a loss: a tensor with one element, or a dict with one under "
-                "'loss'",
-                "return a loss; to skip a batch, return a loss that is multiplied by 0",
-            )
-        )
+        return require_loss(result)  # the object itself: what made it is known by it
 
     def news(self) -> News:
         """Return what all ranks need to know: loss, correction of gradients, logged values."""

@@ -51,7 +51,7 @@ class Tied(Staged):
         decayed = [p for p in self.parameters() if p.ndim == 2]
         others = [p for p in self.parameters() if p.ndim != 2]
         groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
-        optimizer = AdamW(groups, lr=0.05)
+        optimizer = AdamW(groups, lr=0.05, eps=1e-3)  # or noise of gradients that are zero would grow
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": CosineAnnealingLR(optimizer, 20), "interval": "step"}}
 
 

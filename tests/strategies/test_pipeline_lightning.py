@@ -37,7 +37,7 @@ class Watched(Staged):
     """Logs a validation loss that goes down and up again; the plateau lowers the learning rate."""
 
     def configure_optimizers(self) -> Any:
-        optimizer = SGD(self.parameters(), lr=0.4)
+        optimizer = SGD(self.parameters(), lr=0.1)
         plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=0.02)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": plateau, "monitor": "val_loss"}}
 
@@ -159,6 +159,7 @@ class Measured(TinyGPT):
         else:
             self.area.update(logits.softmax(-1), targets)
             self.log("area", self.area)
+        self.log(f"{stage}_std", logits.detach().mean(1).std())
         self.mean.update(loss.detach())
         self.all.update(logits.detach().amax(-1))
         for k, metric in enumerate(self.in_list):
@@ -330,7 +331,7 @@ class OwnData(Staged):
 
 def reads_own_data(where: str) -> str:
     quiet()
-    trainer = trainer_with(partial(NDStrategy, pipeline_parallel_size=2))(max_steps=2)
+    trainer = trainer_with(partial(NDStrategy, pipeline_parallel_size=2))(max_epochs=1, limit_train_batches=2, limit_val_batches=1)
     return error_of(lambda: trainer.fit(OwnData(where)))
 
 
