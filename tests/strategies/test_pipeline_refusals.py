@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torchmetrics import MeanMetric
 
 from lightning_4d import NDStrategy
+from lightning_4d.errors import UnsupportedError
 from tests import staged_modules as staged
 from tests.modules import GAN, MLP, TinyGPT
 from tests.staged_modules import Staged
@@ -217,5 +218,5 @@ def test_refused_by_name_on_every_rank(pool):
 
 @pytest.mark.parametrize("name", ["pipedream", "1f1b2", ""])
 def test_unknown_schedules_are_refused_at_once(name):
-    with pytest.raises(ValueError, match="pipeline_schedule|schedule"):
+    with pytest.raises(UnsupportedError, match="the schedules are gpipe, 1f1b"):
         NDStrategy(pipeline_schedule=name)

@@ -1,0 +1,23 @@
+"""Hugging Face models in pipeline stages, on padded batches and with tied weights. Needs `transformers`."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+
+from tests.strategies.test_huggingface import HuggingFace
+from tests.strategies.test_pipeline import check_each
+
+pytest.importorskip("transformers")
+
+KINDS = ["llama", "qwen2 tied", "gpt2", "vit"]  # the tokens of each batch are padded; labels ignore what is padded
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, pytest.param({"pipeline_schedule": "gpipe", "num_microbatches": 4}, marks=pytest.mark.slow)],
+    ids=["1f1b", "gpipe"],
+)
+def test_equal_one_process(pool, options):
+    check_each(pool, {kind: {"module": partial(HuggingFace, kind)} for kind in KINDS}, 2, options=options)
