@@ -216,6 +216,12 @@ def fsdp_gather_in(param: Any, dtype: torch.dtype | None) -> None:
         del param._unsharded_param
 
 
+def user_class(module: nn.Module) -> type:
+    """Return the class that the user gave ``module``; ``fully_shard`` makes a subclass of it."""
+    cls = type(module)
+    return cls.__mro__[2] if issubclass(cls, FSDPModule) and cls.__mro__[1] is FSDPModule else cls
+
+
 def fsdp_restore_class_name(module: nn.Module) -> None:
     """Give the class that ``fully_shard`` made (``FSDPGPT``) the user's name back (``GPT``).
 
@@ -436,7 +442,19 @@ def pipeline_actions(
     cls = pipeline_schedule_class(name)
     schedule = cls(own[0] if single else own, n_microbatches=microbatches, loss_fn=lambda output, _: output)
     order = schedule.pipeline_order
-    return order if order is not None else schedule._get_pipeline_order()
+    order = order if order is not None else schedule._get_pipeline_order()
+    return {rank: _numbered_from_zero(actions) for rank, actions in order.items()}
+
+
+def _numbered_from_zero(actions: list[Any]) -> list[Any]:
+    """Number the forwards of 1F1B's last rank from 0: torch (2.11 to 2.13) lists them from 1, and runs them from 0."""
+    forwards = [a.microbatch_index for a in actions if a is not None and a.computation_type.value == "F"]
+    if not forwards or min(forwards) == 0:
+        return actions
+    return [
+        a._replace(microbatch_index=a.microbatch_index - 1) if a is not None and a.computation_type.value == "F" else a
+        for a in actions
+    ]
 
 
 class _StageNumbers:

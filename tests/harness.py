@@ -74,7 +74,10 @@ def _packed(tensors: Mapping[str, Tensor]) -> list[Any]:
     for name, tensor in tensors.items():
         by_dtype.setdefault(tensor.dtype, {})[name] = tensor
     return [
-        ([(name, tuple(t.shape), t.numel()) for name, t in held.items()], torch.cat([t.flatten() for t in held.values()]))
+        (
+            [(name, tuple(t.shape), t.numel()) for name, t in held.items()],
+            torch.cat([t.flatten() for t in held.values()]),
+        )
         for held in by_dtype.values()
     ]
 

@@ -59,7 +59,7 @@ def _combined(loaders: Any, mode: Literal["max_size_cycle", "sequential"]) -> Co
     else:
         combined = CombinedLoader(loaders, mode)
     combined.flattened = [_in_process(loader) for loader in combined.flattened]
-    combined.limits = [1] * len(combined.flattened)
+    combined.limits = [1.0] * len(combined.flattened)
     return combined
 
 

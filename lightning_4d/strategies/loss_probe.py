@@ -94,7 +94,9 @@ class LossProbe:
             result = steps.pipeline.run_tail(
                 lambda one: module.training_step(one, *self._arguments), piece, record, hidden, trace, ("probe", draw)
             )
-            logged = {n: v for n, v in log.values.items() if v is not None and steps.metrics.metric_of(log.given[n]) is None}
+            logged = {
+                n: v for n, v in log.values.items() if v is not None and steps.metrics.metric_of(log.given[n]) is None
+            }
         for number, call in enumerate(steps.metrics.take_put_off()):
             logged |= call.reduced(number)
         logged |= {name: item for name, item in attributes.effects().leaves().items() if is_scalar(item)}

@@ -45,6 +45,8 @@ from lightning_4d.mesh import Mesh
 from lightning_4d.parallel.blocks import find_blocks
 from lightning_4d.parallel.data import DataParallel, DataParallelOptions, MetaInitialization, shard, sharded
 from lightning_4d.parallel.gradients import Elsewhere
+from lightning_4d.parallel.pipeline.engine import Pipeline
+from lightning_4d.parallel.recompute import StageRuns
 from lightning_4d.strategies import random_state
 from lightning_4d.strategies.checkpointing import CheckpointTranslator
 from lightning_4d.strategies.data_position import seed_workers
@@ -333,6 +335,21 @@ class NDStrategy(ParallelStrategy):
     def has_stages(self) -> bool:
         """Whether the blocks are divided into pipeline stages."""
         return self.layout.pipeline_parallel_size > 1
+
+    @property
+    def pipeline(self) -> Pipeline:
+        """The pipeline stages of this rank, from set-up on; only where there are some."""
+        return self._pipeline.pipeline
+
+    @property
+    def pipeline_schedule(self) -> str:
+        """The name of the pipeline schedule."""
+        return self._pipeline.schedule
+
+    @property
+    def stage_runs(self) -> StageRuns | None:
+        """What activation checkpointing has to know of pipeline stages; None without them."""
+        return self._pipeline.stage_runs() if self.has_stages else None
 
     @property
     def gathers_for_stage(self) -> bool:

@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from lightning_4d.absent import Released, is_absent
 from lightning_4d.errors import UnsupportedError, explain
@@ -37,12 +38,17 @@ from lightning_4d.parallel.pipeline.record import StepRecord
 from lightning_4d.parallel.pipeline.reduction import Plan
 from lightning_4d.parallel.pipeline.schedule import (
     ScheduleKind,
+    action_list,
     check_microbatches,
     choose_microbatches,
     find_schedule,
+    for_microbatches,
+    in_flight,
     stage_ranks,
 )
 from lightning_4d.parallel.pipeline.split import check_count
+from lightning_4d.parallel.recompute import StageRuns
+from lightning_4d.parallel.recompute.install import installed
 from lightning_4d.strategies.example_batch import example_batch
 from lightning_4d.strategies.loss_probe import LossProbe
 from lightning_4d.strategies.pipeline_metrics import StageMetrics
@@ -107,6 +113,11 @@ class PipelineSteps:
         """The stages of this rank, from set-up on."""
         assert self._pipeline is not None
         return self._pipeline
+
+    @property
+    def schedule(self) -> str:
+        """The name of the schedule."""
+        return self._kind.name
 
     @property
     def module(self) -> LightningModule:
@@ -246,7 +257,7 @@ class PipelineSteps:
         for ranks, names in by_ranks.items():
             for pipeline in pipelines:
                 members = [pipeline[rank] for rank in ranks]
-                group = dist.new_group(members)  # on all ranks: torch names groups by how many a process has made
+                group = cast("dist.ProcessGroup", dist.new_group(members))  # on all ranks: names count
                 if self._strategy.global_rank in members:
                     shared.append(_Shared(module, names, group, members[0], is_first=self._rank == ranks[0]))
         return shared
@@ -271,6 +282,16 @@ class PipelineSteps:
             if name.startswith(block + "."):
                 return plan.ranks[plan.stage_of(number)]
         return plan.ranks[-1] if name.rpartition(".")[0] in tail else plan.ranks[0]
+
+    def stage_runs(self) -> StageRuns:
+        """Return this rank's blocks by stage, and how many microbatches wait for their backward at once."""
+        plan = self.stage_plan
+        ranks = self._strategy.layout.pipeline_parallel_size
+        count = self._options.num_microbatches
+        microbatches = count if isinstance(count, int) else max(len(self._sizes), 1)
+        kind = for_microbatches(self._kind, microbatches, ranks)
+        flying = in_flight(action_list(kind, ranks, plan.stages, microbatches)[self._rank])
+        return StageRuns([[plan.order[b] for b in plan.blocks(stage)] for stage in plan.on_rank(self._rank)], flying)
 
     def counted_elsewhere(self) -> set[nn.Parameter]:
         """Return the parameters here that a norm over all stages counts on another rank."""
@@ -313,6 +334,8 @@ class PipelineSteps:
             checks=self._is_checked(),
         )
         data = strategy.data
+        # Checkpointing would recompute once for each parameter whose gradient comes later.
+        pipeline.whole_backward = installed(module) is not None
         earlier = take_gradients(data.gradient_leaves())
         data.begin_schedule()
         key = self._key("train", arguments)
@@ -331,7 +354,7 @@ class PipelineSteps:
         return self._returned(loss, description, lambda gradient: self._deliver(made, gradient, correction, scale))
 
     def _is_checked(self) -> bool:
-        """Whether this step checks on a device what the CPU checks in every step: the first steps, then now and then."""
+        """Whether this step checks what would wait for a device: the first steps, then now and then."""
         self._steps += 1
         return self._steps <= 3 or self._steps % 100 == 0
 
@@ -511,7 +534,7 @@ class _Shared:
     def make_equal(self) -> None:
         """Take the first rank's values. Which ranks must call: all of the group."""
         for parameter in self.parameters():
-            local = parameter.to_local() if hasattr(parameter, "to_local") else parameter  # pyright: ignore
+            local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
             if local.numel():
                 dist.broadcast(local.detach(), self._source, group=self._group)
 

@@ -51,8 +51,8 @@ class SameBatch:
                 explain(
                     f"pipeline ranks 0 and {other} read different batches in call {count} of {step}",
                     "the ranks of a pipeline hold stages of one model, so they must read the same samples",
-                    "let data and augmentation depend on trainer.strategy.data_parallel_rank, not on the global rank or "
-                    "on unseeded random numbers",
+                    "let data and augmentation depend on trainer.strategy.data_parallel_rank, not on the global rank "
+                    "or on unseeded random numbers",
                 )
             )
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from lightning_4d import NDStrategy
+from lightning_4d.callbacks import ActivationCheckpointing
 from tests import staged_modules as staged
 from tests.harness import compare, reference, staged_tensors, train
 from tests.modules import EncoderStack, TinyGPT, ViT
@@ -96,7 +97,7 @@ TRAINERS = {
 }
 
 
-@pytest.mark.parametrize(("schedule", "shard"), [("1f1b", 1), ("zbv", 2)])
+@pytest.mark.parametrize(("schedule", "shard"), [("1f1b", 2), pytest.param("zbv", 2, marks=pytest.mark.slow)])
 def test_trainer_settings(pool, schedule, shard):
     check_each(pool, TRAINERS, 2, shard, options={"pipeline_schedule": schedule})
 
@@ -118,7 +119,7 @@ MODULES = [
 ]
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+@pytest.mark.parametrize("schedule", ["1f1b", pytest.param("zbv", marks=pytest.mark.slow)])
 def test_modules_that_are_a_challenge(pool, schedule):
     cases = {module.__name__: {"module": module} for module in MODULES}
     check_each(
@@ -141,3 +142,41 @@ def test_a_balance_loss_with_one_microbatch(pool):
 def test_batch_norm_with_one_microbatch(pool):
     options = {"pipeline_schedule": "gpipe", "num_microbatches": 1}
     check(pool, staged.WithBatchNorm, 2, limit_val_batches=2, options=options)
+
+
+def checkpointed(*args: Any, **kwargs: Any) -> dict[str, Any]:
+    return {"module": partial(FOUR, dropout=0.0), "callbacks": partial(_checkpointing, args, kwargs)}
+
+
+def _checkpointing(args: Any, kwargs: Any) -> list[Any]:
+    return [ActivationCheckpointing(*args, **kwargs)]
+
+
+POLICIES = {
+    "none": checkpointed("none"),
+    "full": checkpointed("full"),
+    "sqrt": checkpointed("sqrt"),
+    "nested": checkpointed("sqrt", nested=True, segments=1),
+    "every_k": checkpointed("every_k", every_k=2),
+    "selective": checkpointed("selective"),
+    "budget": checkpointed("budget", budget_bytes=300_000),
+}
+
+
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("schedule", "shard"),
+    [
+        ("1f1b", 2),
+        pytest.param("zbv", 2, marks=SLOW),
+        pytest.param("gpipe", 1, marks=SLOW),
+        pytest.param("interleaved_1f1b", 1, marks=SLOW),
+        pytest.param("interleaved_zero_bubble", 1, marks=SLOW),
+        pytest.param("looped_bfs", 1, marks=SLOW),
+        pytest.param("dualpipev", 1, marks=SLOW),
+    ],
+)
+def test_activation_checkpointing(pool, schedule, shard):
+    check_each(pool, POLICIES, 2, shard, options={"pipeline_schedule": schedule})

@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_4d import NDStrategy
 from lightning_4d.checkpoint import consolidate
 from tests.checkpoint.runs import fit, same
+from tests.checkpoint.runs import trainer as quiet_trainer
 from tests.harness import staged_tensors
 from tests.modules import Block
 from tests.staged_modules import Staged
@@ -52,7 +53,10 @@ class Tied(Staged):
         others = [p for p in self.parameters() if p.ndim != 2]
         groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
         optimizer = AdamW(groups, lr=0.05, eps=1e-3)  # or noise of gradients that are zero would grow
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": CosineAnnealingLR(optimizer, 20), "interval": "step"}}
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": CosineAnnealingLR(optimizer, 20), "interval": "step"},
+        }
 
 
 class Norms(Staged):
@@ -209,9 +213,6 @@ def read_other_names(folder: Path, kind: str) -> list[str]:
         return module
 
     seen = Loaded()
-    trainer, module = Trainer, None
-    from tests.checkpoint.runs import trainer as quiet_trainer
-
     trainer, module = quiet_trainer(layout("tied", 2), callbacks=[seen], max_steps=1), lenient()
     trainer.validate(module, DataLoader(module.dataset("val"), batch_size=4), ckpt_path=path, verbose=False)
     return [strict, f"{seen.found:.6f}"]
@@ -234,7 +235,8 @@ def test_other_names_are_refused_on_every_rank(pool, tmp_path):
         expected = sum(v.double().abs().sum() for k, v in content.items() if k.split(".")[0] not in ("unused",))
         expected -= content["head.weight"].double().abs().sum()  # tied: counted once
         for strict, found in pool.run(2, read_other_names, tmp_path, kind):
-            assert "extra.weight" in strict and "unused.weight" in strict, strict
+            assert "extra.weight" in strict, strict
+            assert "unused.weight" in strict, strict
             assert found == f"{float(expected):.6f}"
 
 

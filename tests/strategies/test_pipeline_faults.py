@@ -83,7 +83,7 @@ FAULTS: dict[str, tuple[dict[str, Any], Any]] = {
     ),
     "a tied parameter counts twice in the norm": (
         {"module": TIED, "gradient_clip_val": 0.05},
-        lambda: mock.patch.object(pipeline_steps.PipelineSteps, "counted_elsewhere", lambda self: set()),
+        lambda: mock.patch.object(pipeline_steps.PipelineSteps, "counted_elsewhere", return_value=set()),
     ),
     "the last stage gets another microbatch": ({"module": FOUR}, _wrong_microbatch),
     "microbatches weigh the same": ({"module": FIVE}, _equal_weights),
@@ -112,7 +112,7 @@ def run(names: list[str], strategy: Any, *, with_fault: bool) -> list[Any]:
             scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
             settings |= {"precision": None, "plugins": MixedPrecision("16-mixed", "cpu", scaler)}
         with fault() if with_fault else mock.MagicMock():
-            found.append(train(strategy=strategy, gather=_gathered, **settings))
+            found.append(train(strategy=strategy, gather=_gathered, steps=2, **settings))
     return found
 
 
@@ -126,7 +126,7 @@ def _gathered(tensors: Any) -> Any:
 def test_every_fault_turns_a_comparison_red(pool):
     names = list(FAULTS)
     (expected,) = pool.run(1, run, names, "auto", with_fault=False, timeout=200)
-    strategy = partial(NDStrategy, pipeline_parallel_size=2)
+    strategy = partial(NDStrategy, pipeline_parallel_size=2, num_microbatches=2)
     right = pool.run(2, run, names, strategy, with_fault=False, timeout=300)
     wrong = pool.run(2, run, names, strategy, with_fault=True, timeout=300)
     for name, reference, good, bad in zip(names, expected, right[0], wrong[0], strict=True):

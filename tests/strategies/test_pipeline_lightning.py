@@ -18,7 +18,7 @@ from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, Mode
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 from torch.optim import SGD
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset
 from torchmetrics import CatMetric, MeanMetric, MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC, MulticlassF1Score
 
@@ -64,7 +64,11 @@ def monitored(make: Make) -> Any:
     callbacks = [best, stop, rates, LearningRateMonitor("step"), ModelSummary()]
     logger = CSVLogger("logs", version="one", flush_logs_every_n_steps=1)
     trainer = make(
-        max_epochs=8, callbacks=callbacks, enable_checkpointing=True, logger=logger, num_sanity_val_steps=2,
+        max_epochs=8,
+        callbacks=callbacks,
+        enable_checkpointing=True,
+        logger=logger,
+        num_sanity_val_steps=2,
         log_every_n_steps=1,
     )
     fit(trainer, Watched())
@@ -214,7 +218,9 @@ class Switching(Staged):
 
 
 def switches(make: Make) -> Any:
-    trainer = make(max_epochs=2, limit_train_batches=5, limit_val_batches=2, val_check_interval=2, callbacks=[rates := Rates()])
+    trainer = make(
+        max_epochs=2, limit_train_batches=5, limit_val_batches=2, val_check_interval=2, callbacks=[rates := Rates()]
+    )
     fit(trainer, module := Switching())
     return [rates.seen, staged_tensors(dict(module.named_parameters()))]
 
@@ -332,7 +338,9 @@ class OwnData(Staged):
 
 def reads_own_data(where: str) -> str:
     quiet()
-    trainer = trainer_with(partial(NDStrategy, pipeline_parallel_size=2))(max_epochs=1, limit_train_batches=2, limit_val_batches=1)
+    trainer = trainer_with(partial(NDStrategy, pipeline_parallel_size=2))(
+        max_epochs=1, limit_train_batches=2, limit_val_batches=1
+    )
     return error_of(lambda: trainer.fit(OwnData(where)))
 
 
@@ -353,7 +361,9 @@ class Outside(Callback):
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
         x = torch.ones(4, pl_module.length, pl_module.dim, dtype=torch.float64)
-        {"forward": pl_module, "head": pl_module.head, "input": pl_module.input, "block": pl_module.blocks[3]}[self.call](x)
+        {"forward": pl_module, "head": pl_module.head, "input": pl_module.input, "block": pl_module.blocks[3]}[
+            self.call
+        ](x)
 
 
 def calls_outside(call: str) -> str:

@@ -56,9 +56,7 @@ class WithAdam(TinyGPT):
 
 def held(schedule: str, microbatches: int) -> SimpleNamespace:
     callback = Held()
-    strategy = partial(
-        NDStrategy, pipeline_parallel_size=2, pipeline_schedule=schedule, num_microbatches=microbatches
-    )
+    strategy = partial(NDStrategy, pipeline_parallel_size=2, pipeline_schedule=schedule, num_microbatches=microbatches)
     train(partial(WithAdam, layers=4, batch_size=8), strategy, callbacks=lambda: [callback], gather=staged_tensors)
     return SimpleNamespace(sizes=callback.sizes, names=callback.names, in_flight=callback.in_flight)
 

@@ -5,7 +5,7 @@ The schedules themselves are those of ``torch.distributed.pipelining``; nothing 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -173,6 +173,25 @@ def action_list(kind: ScheduleKind, ranks: int, stages: int, microbatches: int) 
         _rank_stages(kind, ranks, stages),
         single=kind.placement == "single",
     )
+
+
+def in_flight(actions: Sequence[Any]) -> int:
+    """Return how many microbatches of one rank's stages hold activations at once, at most, by its actions."""
+    now = most = 0
+    for action in _flat(actions):
+        kind = action.computation_type.value
+        if kind == "F":
+            now += 1
+            most = max(most, now)
+        elif kind in ("B", "I"):
+            now -= 1
+    return max(most, 1)
+
+
+def _flat(actions: Sequence[Any]) -> Iterator[Any]:
+    for action in actions:
+        if action is not None:
+            yield from _flat(action.sub_actions) if action.sub_actions else (action,)
 
 
 def _rank_stages(kind: ScheduleKind, ranks: int, stages: int) -> Callable[[int], list[int]]:
