@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import TrainerFn
@@ -53,11 +53,10 @@ def _evaluation_loop(trainer: Trainer) -> Any:
     return loops[trainer.state.fn]  # pyright: ignore[reportArgumentType]
 
 
-def _combined(loaders: Any, mode: Literal["max_size_cycle", "sequential"]) -> CombinedLoader:
+def _combined(loaders: Any, mode: Any) -> CombinedLoader:
     if isinstance(loaders, CombinedLoader):
-        combined = CombinedLoader(loaders.iterables, loaders._mode)
-    else:
-        combined = CombinedLoader(loaders, mode)
+        mode, loaders = loaders._mode, loaders.iterables
+    combined = CombinedLoader(loaders, mode)
     combined.flattened = [_in_process(loader) for loader in combined.flattened]
     combined.limits = [1.0] * len(combined.flattened)
     return combined
