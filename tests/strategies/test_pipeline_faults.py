@@ -13,7 +13,6 @@ from torch import Tensor
 from lightning_4d import NDStrategy
 from lightning_4d.parallel.pipeline import reduction, seeds
 from lightning_4d.strategies import pipeline_steps
-from lightning_4d.strategies.pipeline_results import TrainingResults
 from tests import staged_modules as staged
 from tests.harness import compare, staged_tensors, train
 from tests.modules import TinyGPT
@@ -45,14 +44,7 @@ def _wrong_microbatch() -> Any:
 
 
 def _equal_weights() -> Any:
-    original = TrainingResults.__init__
-
-    def init(self: Any, module: Any, pieces: Any, sizes: Any, *args: Any, **kwargs: Any) -> None:
-        original(self, module, pieces, sizes, *args, **kwargs)
-        even = [sum(sizes) // len(sizes) + 1] * len(sizes)
-        self._reduction.sizes = even
-
-    return mock.patch.object(TrainingResults, "__init__", init)
+    return mock.patch.object(seeds.Seeds, "root", lambda self, index, part, loss: loss / len(self.sizes))
 
 
 def _scale_dropped() -> Any:
