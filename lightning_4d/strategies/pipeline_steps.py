@@ -6,6 +6,7 @@ Set-up in two parts: :meth:`PipelineSteps.plan` before the module is sharded dec
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -157,7 +159,7 @@ class PipelineSteps:
         name = _STEP[trainer.state.fn]  # pyright: ignore[reportArgumentType]
         self._records.begin(module, blocks)
         pieces = self._pieces(batch) if name == "training_step" else [batch]
-        arguments = (0,) if name == "training_step" else (0, 0)
+        arguments = _arguments(getattr(module, name))
         record = self._records.get(name, pieces[0], arguments)
         starts = self._starts(trainer, module, pieces[0], record)
         plan = StagePlan(record.order, tuple(starts), tuple(stage_ranks(self._kind, ranks, len(starts))))
@@ -487,6 +489,13 @@ class PipelineSteps:
 
     def _seed(self) -> int:
         return torch.initial_seed()
+
+
+def _arguments(step: Callable[..., Any]) -> tuple[int, ...]:
+    """Return what Lightning hands on besides a first batch: its index and its loader's, where the step needs them."""
+    index = (0,) if is_param_in_hook_signature(step, "batch_idx", min_args=2) else ()
+    loader = inspect.signature(step).parameters.get("dataloader_idx")
+    return (*index, 0) if loader is not None and loader.default is inspect.Parameter.empty else index
 
 
 def _refuse_scalars_of_blocks(record: StepRecord) -> None:

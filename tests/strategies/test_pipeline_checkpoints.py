@@ -213,7 +213,7 @@ def read_other_names(folder: Path, kind: str) -> list[str]:
         return module
 
     seen = Loaded()
-    trainer, module = quiet_trainer(layout("tied", 2), callbacks=[seen], max_steps=1), lenient()
+    trainer, module = quiet_trainer(layout("tied", 2), callbacks=[seen], limit_val_batches=1), lenient()
     trainer.validate(module, DataLoader(module.dataset("val"), batch_size=4), ckpt_path=path, verbose=False)
     return [strict, f"{seen.found:.6f}"]
 
