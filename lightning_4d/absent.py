@@ -20,8 +20,12 @@ def is_absent(parameter: object) -> bool:
 
 
 def stand_in(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
-    """Return a parameter of the same shape, dtype and marks that takes one element of memory; its values are zeros."""
-    empty = torch.zeros((), dtype=parameter.dtype, device=device).expand(parameter.shape)
+    """Return a parameter of the same shape, dtype and marks that takes one element of memory.
+
+    Its values are nan: whatever uses them where they do not count changes nothing, and anything else shows.
+    """
+    value = float("nan") if parameter.dtype.is_floating_point or parameter.dtype.is_complex else 0
+    empty = torch.full((), value, dtype=parameter.dtype, device=device).expand(parameter.shape)
     result = nn.Parameter(empty, requires_grad=parameter.requires_grad)
     vars(result).update(vars(parameter))
     setattr(result, _MARK, True)

@@ -58,14 +58,36 @@ def staged_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     if not dist.is_initialized():
         return mine
     everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
+    dist.all_gather_object(everyone, _packed(mine))
     union: dict[str, Tensor] = {}
     for held in everyone:
-        for name, tensor in held.items():
+        for name, tensor in _unpacked(held).items():
             if name in union:
                 torch.testing.assert_close(tensor, union[name], rtol=1e-12, atol=1e-12, msg=f"copies of {name} differ")
             union[name] = tensor
     return union
+
+
+def _packed(tensors: Mapping[str, Tensor]) -> list[Any]:
+    """One flat tensor for each dtype: pickling tensors one by one takes most of the time of a test."""
+    by_dtype: dict[torch.dtype, dict[str, Tensor]] = {}
+    for name, tensor in tensors.items():
+        by_dtype.setdefault(tensor.dtype, {})[name] = tensor
+    return [
+        (
+            [(name, tuple(t.shape), t.numel()) for name, t in held.items()],
+            torch.cat([t.flatten() for t in held.values()]),
+        )
+        for held in by_dtype.values()
+    ]
+
+
+def _unpacked(packed: list[Any]) -> dict[str, Tensor]:
+    return {
+        name: piece.view(shape)
+        for described, flat in packed
+        for (name, shape, _), piece in zip(described, flat.split([size for *_, size in described]), strict=True)
+    }
 
 
 def _only_sharded_axis(tensor: DTensor) -> int | None:

@@ -7,9 +7,11 @@ the global gradient counts once, whatever the layout, so the norm equals that of
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -95,19 +97,44 @@ def clip_gradients_by_value(parameters: Iterable[nn.Parameter | Tensor], clip_va
         clamp_all(local, float(clip_value))
 
 
+_STAGES: WeakKeyDictionary[nn.Module, Callable[[], Elsewhere]] = WeakKeyDictionary()
+
+
+def count_stages(module: nn.Module, elsewhere: Callable[[], Elsewhere]) -> None:
+    """Let :func:`gradient_norms` of ``module`` count what other pipeline stages hold.
+
+    Args:
+        module: of which this rank holds some stages.
+        elsewhere: says what the others hold, as parameters are then.
+    """
+    _STAGES[module] = elsewhere
+
+
 def gradient_norms(module: nn.Module, norm_type: float = 2.0, group_separator: str = "/") -> dict[str, float]:
-    """Return the norm of each parameter's gradient and of all together, by name.
+    """Return the norm of each parameter's gradient and of all together, by name; with pipeline stages, of all stages.
 
     Stands in for ``lightning.pytorch.utilities.grad_norm``, which cannot read sharded gradients; same keys.
 
-    Which ranks must call: all ranks that share the parameters.
+    Which ranks must call: all ranks that share the parameters, those of other pipeline stages too.
     """
+    stages = _STAGES.get(module)
+    elsewhere = None if stages is None else stages()
     named = [(name, p) for name, p in module.named_parameters() if p.grad is not None]
+    counted = named if elsewhere is None else [(name, p) for name, p in named if p not in elsewhere.counted]
     kind = f"grad_{float(norm_type)}_norm"
-    norms = {f"{kind}{group_separator}{name}": float(gradient_norm([p], norm_type)) for name, p in named}
+    own = {name: float(gradient_norm([p], norm_type)) for name, p in counted}
+    if elsewhere is not None:
+        own = _of_all_stages(own, elsewhere.group)
+    norms = {f"{kind}{group_separator}{name}": own[name] for name, _ in module.named_parameters() if name in own}
     if norms:
-        norms[f"{kind}_total"] = float(gradient_norm([p for _, p in named], norm_type))
+        norms[f"{kind}_total"] = float(gradient_norm([p for _, p in named], norm_type, elsewhere))
     return norms
+
+
+def _of_all_stages(own: dict[str, float], group: dist.ProcessGroup) -> dict[str, float]:
+    everyone: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, own, group=group)
+    return {name: norm for part in everyone for name, norm in part.items()}
 
 
 def _checked(norm_type: float) -> float:

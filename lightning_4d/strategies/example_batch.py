@@ -24,9 +24,11 @@ def example_batch(trainer: Trainer) -> Any:
     Raises:
         UnsupportedError: the data can be iterated over only once, or is empty.
     """
-    loop: Any = trainer.fit_loop if trainer.state.fn == TrainerFn.FITTING else _evaluation_loop(trainer)
+    is_fit = trainer.state.fn == TrainerFn.FITTING
+    loop: Any = trainer.fit_loop if is_fit else _evaluation_loop(trainer)
     with _random_states_kept():
-        combined = _combined(loop._data_source.dataloader())
+        # Training steps get a batch of every loader at once, evaluation steps one of one loader.
+        combined = _combined(loop._data_source.dataloader(), "max_size_cycle" if is_fit else "sequential")
         batch = next(iter(combined), None)
         if batch is None:
             raise UnsupportedError(
@@ -51,8 +53,7 @@ def _evaluation_loop(trainer: Trainer) -> Any:
     return loops[trainer.state.fn]  # pyright: ignore[reportArgumentType]
 
 
-def _combined(loaders: Any) -> CombinedLoader:
-    mode: Any = "max_size_cycle"
+def _combined(loaders: Any, mode: Any) -> CombinedLoader:
     if isinstance(loaders, CombinedLoader):
         mode, loaders = loaders._mode, loaders.iterables
     combined = CombinedLoader(loaders, mode)

@@ -110,7 +110,27 @@ def record_step(
                     "take conditions on values (if loss.isnan(), .item(), .numpy()) out of the step",
                 )
             ) from error
+        if training:
+            require_loss(output)
         return recorder.result(output)
+
+
+def require_loss(output: Any) -> Tensor:
+    """Return the loss in what ``training_step`` returned, the object itself.
+
+    Raises:
+        UnsupportedError: there is none.
+    """
+    loss = output.get("loss") if isinstance(output, Mapping) else output
+    if isinstance(loss, Tensor) and loss.numel() == 1:
+        return loss
+    raise UnsupportedError(
+        explain(
+            f"training_step returned {type(output).__name__}",
+            "with several ranks every step returns a loss: a tensor with one element, or a dict with one under 'loss'",
+            "return a loss; to skip a batch, return a loss that is multiplied by 0",
+        )
+    )
 
 
 _CONTEXTS = {"training_step": "train", "validation_step": "val", "test_step": "test", "predict_step": "predict"}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,8 +20,6 @@ from lightning_4d.strategies.side_effects import Attributes, is_scalar
 from lightning_4d.strategies.step_log import StepLog
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from lightning_4d.strategies.pipeline_steps import PipelineSteps
 
 _FEWEST = 3  # rows that show how things combine
@@ -93,22 +90,15 @@ class LossProbe:
         log, attributes = StepLog(), Attributes(module)
         vars(module)["log"] = lambda *args, **kwargs: log.keep(module, *args, **kwargs)
 
-        @contextmanager
-        def outside() -> Iterator[None]:
-            is_open = trace.open
-            if is_open:
-                trace.__exit__(None, None, None)
-            try:
-                yield
-            finally:
-                if is_open:
-                    trace.__enter__()
-
-        with steps.metrics.step(), steps.metrics.microbatches(outside, trial=True):
+        with steps.metrics.step(), steps.metrics.microbatches(lambda: trace, trial=True):
             result = steps.pipeline.run_tail(
                 lambda one: module.training_step(one, *self._arguments), piece, record, hidden, trace, ("probe", draw)
             )
-            logged = {n: v for n, v in log.values.items() if v is not None and steps.metrics.metric_of(v) is None}
+            logged = {
+                n: v for n, v in log.values.items() if v is not None and steps.metrics.metric_of(log.given[n]) is None
+            }
+        for number, call in enumerate(steps.metrics.take_put_off()):
+            logged |= call.reduced(number)
         logged |= {name: item for name, item in attributes.effects().leaves().items() if is_scalar(item)}
         attributes.restore()
         loss = result.get("loss") if isinstance(result, dict) else result

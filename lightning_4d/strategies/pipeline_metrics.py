@@ -7,16 +7,23 @@ over. In a training step of several microbatches, what a metric's call returns i
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 from torchmetrics import Metric
 from torchmetrics.utilities.distributed import gather_all_tensors
+
+from lightning_4d.parallel.pipeline.combine import LeafValue
+from lightning_4d.parallel.pipeline.tail_trace import TailTrace
+from lightning_4d.strategies.side_effects import joined
 
 
 def metrics_of(module: nn.Module) -> dict[str, Metric]:
@@ -68,7 +75,9 @@ class StageMetrics:
         self._metrics = metrics_of(module)
         self._stale: set[str] = set()  # the last stage may have updated them since they were taken over
         self._in_step = False
+        self.surroundings: Callable[[], AbstractContextManager[Any]] = nullcontext  # of values: those of steps
         self._whole: dict[str, Metric] = {}  # of one batch
+        self._put_off: list[PutOff] = []  # of one microbatch
         self._called: dict[str, list[Tensor]] = {}  # what the calls of one step returned
         for name, metric in self._metrics.items():
             self._before_compute(name, metric)
@@ -105,22 +114,21 @@ class StageMetrics:
     # ------------------------------------------------------------------------------------------------- microbatches
 
     @contextmanager
-    def microbatches(
-        self, outside_trace: Callable[[], AbstractContextManager[Any]], *, trial: bool = False
-    ) -> Iterator[None]:
+    def microbatches(self, trace: Callable[[], TailTrace | None], *, trial: bool = False) -> Iterator[None]:
         """Inside, calls of metrics add to the value over the whole batch; see :meth:`finish`.
 
+        A call with a value reduced over samples, such as a loss, is put off: it is made once, with the batch's value.
+
         Args:
-            outside_trace: surrounds the metric's own work, which no trace is to follow.
+            trace: what follows the step now; it is not to follow the metrics' own work.
             trial: leave the metrics themselves as they are.
         """
         self._called.clear()
+        self._put_off = []
         for name, metric in self._metrics.items():
-            update = _outside(metric.update, outside_trace)
-            if trial:
-                update = _skipped(metric.update)
-            vars(metric)["forward"] = self._forward(name, metric, update, outside_trace)
-            vars(metric)["update"] = update
+            update = _skipped(metric.update) if trial else _outside(metric.update, trace)
+            vars(metric)["forward"] = self._forward(name, metric, update, trace)
+            vars(metric)["update"] = self._updated(name, update, trace)
         try:
             yield
         finally:
@@ -128,15 +136,60 @@ class StageMetrics:
                 vars(metric).pop("forward")
                 vars(metric)["update"] = vars(metric)["update"].__wrapped__
 
+    def _updated(self, name: str, update: Callable[..., Any], trace: Callable[[], TailTrace | None]) -> Any:
+        def updated(*args: Any, **kwargs: Any) -> None:
+            if not self._puts_off(name, trace(), args, kwargs, is_call=False):
+                update(*args, **kwargs)
+
+        updated.__wrapped__ = update.__wrapped__  # type: ignore[attr-defined]
+        return updated
+
+    def _puts_off(self, name: str, trace: TailTrace | None, args: Any, kwargs: Any, *, is_call: bool) -> bool:
+        leaves, structure = pytree.tree_flatten((args, kwargs))
+        if trace is None or not any(trace.node(leaf) is not None for leaf in leaves):
+            return False
+        copies = [leaf.detach().clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]  # followed by a trace
+        self._put_off.append(PutOff(name, is_call, copies, structure))
+        return True
+
+    def take_put_off(self) -> list[PutOff]:
+        """Return the calls of this microbatch that were put off, and forget them."""
+        taken, self._put_off = self._put_off, []
+        return taken
+
+    def make_up(self, parts: Sequence[Sequence[PutOff]], values: Mapping[str, Any], sizes: Sequence[int]) -> None:
+        """Make the calls that were put off, with the batch's values.
+
+        Args:
+            parts: by microbatch, what :meth:`take_put_off` returned.
+            values: of the keys of :meth:`PutOff.reduced`.
+            sizes: how many samples each microbatch has.
+        """
+        for number, calls in enumerate(zip(*parts, strict=True)):
+            first = calls[0]
+            metric = self._metrics[first.metric]
+            own = first.reduced(number)
+            leaves = [
+                values[key] if (key := first.key(number, place)) in own else joined(key, items, sizes)
+                for place, items in enumerate(zip(*(call.leaves for call in calls), strict=True))
+            ]
+            args, kwargs = pytree.tree_unflatten(leaves, first.structure)
+            with self.surroundings(), torch.no_grad():
+                metric.update(*args, **kwargs)
+                if first.is_call:
+                    self._whole[first.metric].update(*args, **kwargs)
+
     def _forward(
-        self,
-        name: str,
-        metric: Metric,
-        update: Callable[..., Any],
-        outside_trace: Callable[[], AbstractContextManager[Any]],
+        self, name: str, metric: Metric, update: Callable[..., Any], trace: Callable[[], TailTrace | None]
     ) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
-            with outside_trace(), torch.no_grad():
+            if self._puts_off(name, trace(), args, kwargs, is_call=True):
+                if name not in self._called:
+                    self._begin(name, metric)
+                value = _unknown(trace(), name)
+                self._called[name].append(value)
+                return value
+            with _unfollowed(trace), torch.no_grad():
                 if name not in self._called:
                     self._begin(name, metric)
                 update(*args, **kwargs)
@@ -169,16 +222,67 @@ class StageMetrics:
         """Return a metric's value over the whole batch, for a metric that was called in this step; else None."""
         if name not in self._called:
             return None
-        value = _without_sync(self._whole[name])
+        with self.surroundings():
+            value = _without_sync(self._whole[name])
         self._metrics[name]._forward_cache = value
         return value
 
 
-def _outside(
-    update: Callable[..., Any], outside_trace: Callable[[], AbstractContextManager[Any]]
-) -> Callable[..., Any]:
+@dataclass
+class PutOff:
+    """A call of a metric with values reduced over a microbatch.
+
+    Attributes:
+        metric: its name.
+        is_call: whether its value was asked for.
+        leaves: of the arguments.
+        structure: of the arguments.
+    """
+
+    metric: str
+    is_call: bool
+    leaves: list[Any]
+    structure: pytree.TreeSpec
+
+    def key(self, number: int, place: int) -> str:
+        """Name leaf number ``place`` of call number ``number``."""
+        return f"argument {place + 1} of the metric {self.metric!r} (call {number + 1})"
+
+    def reduced(self, number: int) -> dict[str, Tensor | float]:
+        """Return what the batch's value follows from as that of a logged value does: 0-d tensors and numbers."""
+        return {
+            self.key(number, place): leaf
+            for place, leaf in enumerate(self.leaves)
+            if (isinstance(leaf, Tensor) and leaf.dim() == 0)
+            or (isinstance(leaf, (int, float)) and not isinstance(leaf, bool))
+        }
+
+
+def _unknown(trace: TailTrace | None, name: str) -> Tensor:
+    """Stand for a value that is known after the last microbatch; it may be logged, and nothing can be made of it."""
+    value = torch.tensor(random.SystemRandom().random())  # no rule makes the batch's from it
+    if trace is not None:
+        trace.leaf(LeafValue("opaque", value, f"what the metric {name!r} returned"))
+    return value
+
+
+@contextmanager
+def _unfollowed(trace: Callable[[], TailTrace | None]) -> Iterator[None]:
+    """Inside, no trace follows what happens."""
+    open_one = trace()
+    if open_one is None or not open_one.open:
+        yield
+        return
+    open_one.__exit__(None, None, None)
+    try:
+        yield
+    finally:
+        open_one.__enter__()
+
+
+def _outside(update: Callable[..., Any], trace: Callable[[], TailTrace | None]) -> Callable[..., Any]:
     def updated(*args: Any, **kwargs: Any) -> Any:
-        with outside_trace():
+        with _unfollowed(trace):
             return update(*args, **kwargs)
 
     updated.__wrapped__ = update  # type: ignore[attr-defined]
@@ -202,8 +306,6 @@ def _without_sync(metric: Metric) -> Any:
 
 
 def _leaves(value: Any) -> list[Tensor]:
-    from torch.utils import _pytree as pytree
-
     return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
 
 

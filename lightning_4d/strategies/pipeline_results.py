@@ -16,9 +16,10 @@ from lightning_4d.parallel.pipeline.combine import LeafValue
 from lightning_4d.parallel.pipeline.passes import Trace
 from lightning_4d.parallel.pipeline.reduction import BatchReduction, Mode, Plan
 from lightning_4d.parallel.pipeline.tail_trace import TailTrace
-from lightning_4d.strategies.pipeline_metrics import StageMetrics
+from lightning_4d.strategies.fake_step import require_loss
+from lightning_4d.strategies.pipeline_metrics import PutOff, StageMetrics
 from lightning_4d.strategies.side_effects import Attributes, Effects, is_scalar, joined
-from lightning_4d.strategies.step_log import StepLog, as_tensor
+from lightning_4d.strategies.step_log import StepLog, as_tensor, caches
 
 News = tuple[dict[str, Any], Sequence[Tensor]]
 
@@ -92,6 +93,7 @@ class TrainingResults:
         self.effects = Effects()  # of the whole batch, on the last stage
         self._traces: dict[int, TailTrace] = {}
         self._order: list[int] = []  # microbatches as they were finished
+        self._put_off: list[list[PutOff]] = []
         self._loss: Tensor | None = None
         self._is_dict = False
 
@@ -100,7 +102,7 @@ class TrainingResults:
         """Keep what the step logs."""
         before = vars(self._module).get("log")
         vars(self._module)["log"] = lambda *args, **kwargs: self._log.keep(self._module, *args, **kwargs)
-        metrics = nullcontext() if self._is_whole else self._metrics.microbatches(self._outside_trace)
+        metrics = nullcontext() if self._is_whole else self._metrics.microbatches(lambda: self._running)
         try:
             with self._metrics.step(), metrics:
                 yield
@@ -110,21 +112,10 @@ class TrainingResults:
             if before is not None:
                 vars(self._module)["log"] = before
 
-    @contextmanager
-    def _outside_trace(self) -> Iterator[None]:
-        trace = self._running
-        if trace is None or not trace.open:
-            yield
-            return
-        trace.__exit__(None, None, None)
-        try:
-            yield
-        finally:
-            trace.__enter__()
-
     def trace(self, microbatch: int, *, is_last: bool) -> Trace | None:
         """Begin a microbatch on a stage; only what the last one logs counts."""
         self._attributes.restore()
+        self._metrics.take_put_off()
         self._log = StepLog()
         if self._is_whole or not is_last:
             return None
@@ -152,11 +143,14 @@ class TrainingResults:
         """The logged values, without metrics and what metrics returned: those know the batch's value themselves."""
         values = {}
         for name, value in self._log.values.items():
-            metric = self._metrics.metric_of(value)
+            metric = self._metrics.metric_of(self._log.given.get(name))
             if metric is not None:
                 self._log.from_metric[name] = metric
             elif value is not None:
                 values[name] = value
+        self._put_off.append(self._metrics.take_put_off())
+        for number, call in enumerate(self._put_off[-1]):
+            values |= call.reduced(number)
         return values | {name: item for name, item in self._effects[-1].leaves().items() if is_scalar(item)}
 
     def _effects_of_batch(self, scalars: Mapping[str, Any]) -> Effects:
@@ -180,17 +174,7 @@ class TrainingResults:
 
     def _loss_of(self, result: Any) -> Tensor:
         self._is_dict = isinstance(result, dict)
-        loss = result.get("loss") if isinstance(result, dict) else result
-        if isinstance(loss, Tensor) and loss.numel() == 1:
-            return loss  # the object itself: what made it is known by it
-        raise UnsupportedError(
-            explain(
-                f"training_step returned {type(result).__name__}",
-                "with several ranks every step returns a loss: a tensor with one element, or a dict with one under "
-                "'loss'",
-                "return a loss; to skip a batch, return a loss that is multiplied by 0",
-            )
-        )
+        return require_loss(result)  # the object itself: what made it is known by it
 
     def news(self) -> News:
         """Return what all ranks need to know: loss, correction of gradients, logged values."""
@@ -204,6 +188,7 @@ class TrainingResults:
             reduced = self._reduction.logged()
             self.effects = self._effects_of_batch(reduced)
             values = {**first.values, **{name: value for name, value in reduced.items() if name in first.values}}
+            self._metrics.make_up(self._put_off, reduced, [self._sizes[i] for i in self._order])
             values |= {name: self._metrics.finish(metric) for name, metric in first.from_metric.items()}
             for given in first.options.values():
                 if given.get("metric_attribute"):
@@ -214,8 +199,11 @@ class TrainingResults:
         numbers = [loss, as_tensor(1.0 if correction is None else correction, device)]
         logged = [name for name, value in values.items() if value is not None]
         numbers += [as_tensor(values[name], device) for name in logged]  # pyright: ignore[reportArgumentType]
+        kept = caches(self._module, first.options)
+        numbers += [as_tensor(value, device) for value in kept.values()]
         return {
             "logged": logged,
+            "caches": list(kept),
             "numbers": [name for name in logged if not isinstance(first.values[name], Tensor)],
             "options": first.options,
             "is_dict": self._is_dict,
@@ -265,10 +253,13 @@ class EvaluationResults:
         values = self._log.values
         logged = [name for name, value in values.items() if value is not None]
         device = next((v.device for v in values.values() if isinstance(v, Tensor)), torch.device("cpu"))
+        kept = caches(self._module, self._log.options)
+        numbers = [as_tensor(values[name], device) for name in logged]  # pyright: ignore[reportArgumentType]
         return {
             "logged": logged,
+            "caches": list(kept),
             "numbers": [name for name in logged if not isinstance(values[name], Tensor)],
             "options": self._log.options,
             "has_result": self.result is not None,
             "has_effects": bool(self.effects),
-        }, [as_tensor(values[name], device) for name in logged]  # pyright: ignore[reportArgumentType]
+        }, [*numbers, *(as_tensor(value, device) for value in kept.values())]

@@ -6,6 +6,7 @@ Set-up in two parts: :meth:`PipelineSteps.plan` before the module is sharded dec
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -22,6 +24,7 @@ from lightning_4d.absent import Released, is_absent
 from lightning_4d.errors import UnsupportedError, explain
 from lightning_4d.layout import ParallelLayout
 from lightning_4d.parallel.blocks import Block
+from lightning_4d.parallel.gradients import Elsewhere, count_stages
 from lightning_4d.parallel.pipeline.announce import Announcement
 from lightning_4d.parallel.pipeline.batch import bounds, cut, rows_of
 from lightning_4d.parallel.pipeline.engine import Pipeline
@@ -53,7 +56,8 @@ from lightning_4d.strategies.loss_probe import LossProbe
 from lightning_4d.strategies.pipeline_metrics import StageMetrics
 from lightning_4d.strategies.pipeline_results import EvaluationResults, TrainingResults
 from lightning_4d.strategies.pipeline_split import split_by_cost, split_by_name
-from lightning_4d.strategies.step_log import replay
+from lightning_4d.strategies.same_batch import SameBatch
+from lightning_4d.strategies.step_log import replay, set_caches
 from lightning_4d.strategies.step_records import StepRecords
 
 if TYPE_CHECKING:
@@ -88,6 +92,7 @@ class PipelineSteps:
     def __init__(self, strategy: NDStrategy, options: PipelineOptions) -> None:
         self._training_news: Announcement
         self._evaluation_news: Announcement
+        self._same_batch: SameBatch
         self.metrics: StageMetrics
         self._names: set[str] = set()
         self._tail_modules: frozenset[str] = frozenset()
@@ -154,7 +159,7 @@ class PipelineSteps:
         name = _STEP[trainer.state.fn]  # pyright: ignore[reportArgumentType]
         self._records.begin(module, blocks)
         pieces = self._pieces(batch) if name == "training_step" else [batch]
-        arguments = (0,) if name == "training_step" else (0, 0)
+        arguments = _arguments(getattr(module, name))
         record = self._records.get(name, pieces[0], arguments)
         starts = self._starts(trainer, module, pieces[0], record)
         plan = StagePlan(record.order, tuple(starts), tuple(stage_ranks(self._kind, ranks, len(starts))))
@@ -189,6 +194,7 @@ class PipelineSteps:
         for name in ("_plan", "_parameter_stages", "_names", "_tail_modules", "_pipeline", "metrics", "_shared"):
             setattr(self, name, getattr(made, name))
         self._training_news, self._evaluation_news = made._training_news, made._evaluation_news
+        self._same_batch = SameBatch(self.pipeline.group, self._strategy.root_device)
         self.losses = made.losses
         self._records.begin(module, made._records.blocks)
         return True
@@ -236,11 +242,14 @@ class PipelineSteps:
         self._shared = self._share(module)
         for shared in self._shared:
             shared.make_equal()
+        self._same_batch = SameBatch(group, strategy.root_device)
+        count_stages(module, lambda: Elsewhere(group, self.counted_elsewhere()))
 
     def _share(self, module: LightningModule) -> list[_Shared]:
         """Group the parameters that stages on several ranks need by those ranks."""
         assert self._plan is not None
-        ranks_along = self._strategy.layout.group_ranks("pp", self._strategy.global_rank)
+        layout = self._strategy.layout
+        pipelines = sorted({tuple(layout.group_ranks("pp", rank)) for rank in range(layout.world_size)})
         by_ranks: dict[tuple[int, ...], list[str]] = {}
         for name, stages in self._parameter_stages.items():
             ranks = tuple(sorted({self._plan.ranks[stage] for stage in stages}))
@@ -248,10 +257,11 @@ class PipelineSteps:
                 by_ranks.setdefault(ranks, []).append(name)
         shared = []
         for ranks, names in by_ranks.items():
-            if self._rank in ranks:
-                members = [ranks_along[rank] for rank in ranks]
-                group = cast("dist.ProcessGroup", dist.new_group(members, use_local_synchronization=True))
-                shared.append(_Shared(module, names, group, members[0], is_first=self._rank == ranks[0]))
+            for pipeline in pipelines:
+                members = [pipeline[rank] for rank in ranks]
+                group = cast("dist.ProcessGroup", dist.new_group(members))  # on all ranks: names count
+                if self._strategy.global_rank in members:
+                    shared.append(_Shared(module, names, group, members[0], is_first=self._rank == ranks[0]))
         return shared
 
     def saved_elsewhere(self, module: LightningModule) -> set[str]:
@@ -303,12 +313,13 @@ class PipelineSteps:
 
     def _train(self, batch: Any, *arguments: Any) -> Any:
         strategy, module, pipeline = self._strategy, self._strategy._module, self.pipeline
+        self._same_batch.check("training_step", batch)
         pieces = self._pieces(batch)
         records = [self._records.get("training_step", piece, arguments) for piece in pieces]
         for record in records[:1]:
             self._check(record, "training_step", len(pieces))
         scale = self._loss_scale()
-        pipeline.surroundings = strategy.precision_plugin.train_step_context
+        pipeline.surroundings = self.metrics.surroundings = strategy.precision_plugin.train_step_context
         prove = LossProbe(self, batch, arguments, max(self._sizes))
         if len(pieces) > 1 and not self._proven:
             prove.together()
@@ -338,8 +349,7 @@ class PipelineSteps:
         give_gradients(earlier)
         description, numbers = self._training_news.exchange(*(results.news() if pipeline.is_last else (None, ())))
         loss, correction, *logged = numbers
-        values = dict(zip(description["logged"], logged, strict=True))
-        replay(module, description["options"], _with_kinds(values, description))
+        self._replay(description, logged)
         if description["has_effects"]:
             self._from_last(results.effects).apply(module)
         loss = loss.to(description["dtype"])
@@ -381,6 +391,7 @@ class PipelineSteps:
         """
         batch, *rest = arguments
         module, pipeline = self._strategy._module, self.pipeline
+        self._same_batch.check(name, batch)
         record = self._records.get(name, batch, tuple(rest))
         self._check(record, name, 1)
         results = EvaluationResults(module, self.metrics)
@@ -396,13 +407,19 @@ class PipelineSteps:
                 backward=False,
             )
         description, numbers = self._evaluation_news.exchange(*(results.news() if pipeline.is_last else (None, ())))
-        values = dict(zip(description["logged"], numbers, strict=True))
-        replay(module, description["options"], _with_kinds(values, description))
+        self._replay(description, numbers)
         if description["has_effects"]:
             self._from_last(results.effects).apply(module)
         if not description["has_result"]:
             return None
         return self._from_last(results.result)
+
+    def _replay(self, description: dict[str, Any], numbers: Sequence[Tensor]) -> None:
+        """Log on this rank what was logged on the last stage."""
+        module, logged = self.module, description["logged"]
+        set_caches(module, dict(zip(description["caches"], numbers[len(logged) :], strict=True)))
+        values = dict(zip(logged, numbers, strict=False))
+        replay(module, description["options"], _with_kinds(values, description))
 
     def _from_last(self, value: Any) -> Any:
         """Return the last stage's object on every pipeline rank, its tensors on this rank's device."""
@@ -472,6 +489,13 @@ class PipelineSteps:
 
     def _seed(self) -> int:
         return torch.initial_seed()
+
+
+def _arguments(step: Callable[..., Any]) -> tuple[int, ...]:
+    """Return what Lightning hands on besides a first batch: its index and its loader's, where the step needs them."""
+    index = (0,) if is_param_in_hook_signature(step, "batch_idx", min_args=2) else ()
+    loader = inspect.signature(step).parameters.get("dataloader_idx")
+    return (*index, 0) if loader is not None and loader.default is inspect.Parameter.empty else index
 
 
 def _refuse_scalars_of_blocks(record: StepRecord) -> None:

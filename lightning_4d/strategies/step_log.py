@@ -25,11 +25,13 @@ class StepLog:
     Attributes:
         options: name → what was given besides the value, and for a metric its attribute in the module.
         values: name → 0-d tensor or number; None for a metric.
+        given: name → the very object that was given, by which it is known what made it.
         from_metric: name → the metric whose call returned the value.
     """
 
     options: dict[str, dict[str, Any]] = field(default_factory=dict)
     values: dict[str, Tensor | float | None] = field(default_factory=dict)
+    given: dict[str, Any] = field(default_factory=dict)
     from_metric: dict[str, str] = field(default_factory=dict)
 
     def keep(self, module: LightningModule, *args: Any, **kwargs: Any) -> None:
@@ -45,6 +47,7 @@ class StepLog:
             bound["metric_attribute"] = bound.get("metric_attribute") or _attribute(module, name, value)
             self.options[name], self.values[name] = dict(bound), None
             return
+        self.given[name] = value
         if isinstance(value, Tensor):
             value = value.clone()  # what is logged is the value now; a trace follows the copy
         self.options[name], self.values[name] = dict(bound), value
@@ -83,6 +86,19 @@ def replay(module: LightningModule, options: dict[str, dict[str, Any]], values: 
         if value is None:
             value = module.get_submodule(given["metric_attribute"])
         module.log(name, cast("Any", value), **given)
+
+
+def caches(module: LightningModule, options: dict[str, dict[str, Any]]) -> dict[str, Tensor]:
+    """Return the values of this step of metrics that are logged as objects, by their attribute."""
+    metrics = {given["metric_attribute"]: None for given in options.values() if given.get("metric_attribute")}
+    found = {attribute: getattr(module.get_submodule(attribute), "_forward_cache", None) for attribute in metrics}
+    return {a: value for a, value in found.items() if isinstance(value, Tensor) and value.numel() == 1}
+
+
+def set_caches(module: LightningModule, values: dict[str, Tensor]) -> None:
+    """Let metrics tell these values of this step, which they were called in on another rank."""
+    for attribute, value in values.items():
+        vars(module.get_submodule(attribute))["_forward_cache"] = value
 
 
 def as_tensor(value: Tensor | float, device: torch.device) -> Tensor:

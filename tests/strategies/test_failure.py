@@ -69,9 +69,9 @@ if __name__ == "__main__":
 class Job:
     """What a job left behind."""
 
-    def __init__(self, folder: Path, *arguments: object, torchrun: bool = False) -> None:
+    def __init__(self, folder: Path, *arguments: object, torchrun: bool = False, content: str = SCRIPT) -> None:
         script = folder / "train.py"
-        script.write_text(SCRIPT)
+        script.write_text(content)
         environment = {name: value for name, value in os.environ.items() if not name.startswith(("PL_", "LIGHTNING_"))}
         environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "0"}
         launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"] if torchrun else []

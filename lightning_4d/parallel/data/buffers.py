@@ -24,7 +24,7 @@ class Buffers:
         self._mesh = mesh
         self._device = device
         # By content: batch normalisation changes its statistics without raising a tensor's version.
-        self._initial = {name: _fingerprint(buffer) for name, buffer in root.named_buffers()}
+        self._initial = {name: fingerprint(buffer) for name, buffer in root.named_buffers()}
         self._changing: list[str] = []
         self._has_trained = False  # since then it is known which buffers a training step changes
         self._stale = False  # a synchronised training forward may have changed them since the last broadcast
@@ -53,7 +53,7 @@ class Buffers:
         self._changing = [n for n, c in zip(self._initial, changed.tolist(), strict=True) if c and n in buffers]
 
     def _has_changed(self, name: str, buffers: dict[str, Tensor]) -> bool:
-        return name not in buffers or _fingerprint(buffers[name]) != self._initial[name]
+        return name not in buffers or fingerprint(buffers[name]) != self._initial[name]
 
     def synchronize(self) -> None:
         """Agree and make equal, for example before an evaluation. Which ranks must call: all data-parallel ranks."""
@@ -69,7 +69,7 @@ class Buffers:
         )
 
 
-def _fingerprint(buffer: Tensor) -> tuple[int, int]:
+def fingerprint(buffer: Tensor) -> tuple[int, int]:
     """Two 64-bit sums over the bytes of ``buffer``, one of them weighted by position."""
     as_bytes = buffer.detach().reshape(-1).contiguous().view(torch.uint8)
     plain, weighted = torch.zeros((2,), dtype=torch.int64, device=buffer.device)

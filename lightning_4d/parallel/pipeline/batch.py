@@ -122,3 +122,8 @@ Signature = tuple[tuple[Path, tuple[int, ...], torch.dtype], ...]
 def signature(batch: Any) -> Signature:
     """Return what batches of equal shapes have in common."""
     return tuple((path, tuple(tensor.shape), tensor.dtype) for path, tensor in _leaves(batch, ()))
+
+
+def tensors_by_path(batch: Any) -> list[tuple[Path, Tensor]]:
+    """Return the tensors of a batch with the keys that lead to them."""
+    return _leaves(batch, ())

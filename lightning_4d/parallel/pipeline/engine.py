@@ -67,10 +67,24 @@ class Pipeline:
         self.whole_backward = False  # zero-bubble schedules compute both halves of a backward together
         self.clock: Clock | None = None  # measures the next steps, where one is wanted
         self._owners = _owners(root)
+        self.calls.guard(self._partly_held())
         self._stages: dict[tuple[bool, ...], list[Stage]] = {}
         self._schedules: dict[tuple[str, int, int], Any] = {}
         self._dead: dict[int, frozenset[str]] = {}
         self._running: _Step | None = None
+
+    def _partly_held(self) -> list[str]:
+        """Modules outside the blocks with parameters that not every pipeline rank holds."""
+        everywhere = set(self.plan.ranks)
+        return sorted(
+            {
+                name.rpartition(".")[0]
+                for name, stages in self.parameter_stages.items()
+                if "." in name
+                and not any(name.startswith(block + ".") for block in self.plan.order)
+                and {self.plan.ranks[stage] for stage in stages} != everywhere
+            }
+        )
 
     @property
     def last_rank(self) -> int:
@@ -114,10 +128,11 @@ class Pipeline:
         for stage in stages:
             stage.clock = self.clock
             stage.begin(self._boundaries(stage.index, records, carried), backward=backward)
+        self.calls.in_step = True
         try:
             private.run_schedule(schedule, count, backward=backward)
         finally:
-            self._running = None
+            self._running, self.calls.in_step = None, False
         for stage in stages:
             assert stage.is_done(), f"stage {stage.index} was left in the middle of a step"
 

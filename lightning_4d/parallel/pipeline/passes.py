@@ -50,7 +50,9 @@ class StepCalls:
 
     def __init__(self, root: nn.Module, plan: StagePlan, here: Sequence[int]) -> None:
         self.running: StagePass | None = None
+        self.in_step = False  # also during backwards, which may call modules again
         self._plan = plan
+        self._partly_held: set[str] = set()
         self._here = set(here)
         self._modules = {name: root.get_submodule(name) for name in plan.order}
         self._stub_modules: dict[str, nn.Module] = {}
@@ -64,6 +66,11 @@ class StepCalls:
             if name not in self._stub_modules:
                 self._stub_modules[name] = self._root.get_submodule(name)
                 self._replace(self._stub_modules[name], self._stub_call, name)
+
+    def guard(self, names: Sequence[str]) -> None:
+        """Refuse calls outside steps of modules whose parameters some rank does not hold, on all ranks alike."""
+        self._partly_held.update(names)
+        self.add_stubs(names)
 
     def module(self, name: str) -> nn.Module:
         """Return a block by name."""
@@ -80,22 +87,27 @@ class StepCalls:
     def _block_call(self, number: int, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if self.running is not None:
             return self.running.block(number, original, args, kwargs)
-        if self._plan.stage_of(number) in self._here:
+        if self.in_step and self._plan.stage_of(number) in self._here:
             return original(*args, **kwargs)
-        raise UnsupportedError(
-            explain(
-                f"block {self._plan.order[number]!r} was called outside training_step, validation_step, test_step and "
-                "predict_step",
-                f"it belongs to pipeline stage {self._plan.stage_of(number)}, which is on another rank, and only steps "
-                "run on all stages together",
-                "do it in predict_step or validation_step, or on a checkpoint loaded without pipelining",
-            )
-        )
+        stage = self._plan.stage_of(number)
+        raise _outside_step(f"block {self._plan.order[number]!r}", f"it belongs to pipeline stage {stage}")
 
     def _stub_call(self, name: str, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if self.running is not None and self.running.stands_in_for(name):
             return self.running.stub(name)
+        if self.running is None and not self.in_step and name in self._partly_held:
+            raise _outside_step(f"the module {name!r}", "not all pipeline ranks hold its parameters")
         return original(*args, **kwargs)
+
+
+def _outside_step(what: str, reason: str) -> UnsupportedError:
+    return UnsupportedError(
+        explain(
+            f"{what} was called outside training_step, validation_step, test_step and predict_step",
+            f"{reason}, and only steps run on all stages together",
+            "do it in predict_step or validation_step, or on a checkpoint loaded without pipelining",
+        )
+    )
 
 
 class StagePass:
