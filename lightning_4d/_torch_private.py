@@ -7,6 +7,7 @@ Read in torch 2.11 to 2.13.
 from __future__ import annotations
 
 import contextlib
+import logging
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -372,6 +373,20 @@ def fake_tensor_mode() -> Any:
     return FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv(), static_shapes=True)
 
 
+@contextlib.contextmanager
+def quiet_fake_tensors() -> Iterator[None]:
+    """Without the log of operations that fail on fake tensors: inputs are being tried, and some do not fit.
+
+    Reason: FakeTensorMode logs a traceback as an error before it raises (torch 2.13), to a logger of a private module.
+    """
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    disabled, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = disabled
+
+
 def dispatch_mode(handle: Callable[[Any, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]) -> Any:
     """Return a context manager in which every operation below autograd runs as ``handle(mode, op, args, kwargs)``.
 
@@ -396,3 +411,26 @@ def dispatch_mode(handle: Callable[[Any, Callable[..., Any], tuple[Any, ...], di
 CPU_FLASH_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 CPU_FLASH_ATTENTION_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 GROUPED_MM = torch.ops.aten._grouped_mm
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# torch.distributed.tensor
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def strided_shard(dim: int, parts: int) -> Any:
+    """Return the placement of a tensor whose ``dim`` consists of equal parts, each sharded by itself.
+
+    ``_StridedShard``: rank r of n holds the r-th n-th of each part. Reason: a fused projection (queries, keys and
+    values in one weight) is divided by heads, and DTensor has no public placement for it.
+    """
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    return _StridedShard(dim, split_factor=parts)
+
+
+def strided_shard_parts(placement: Any) -> int | None:
+    """The number of parts of a placement made by :func:`strided_shard`, or None for another placement."""
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    return int(placement.split_factor) if isinstance(placement, _StridedShard) else None

@@ -6,7 +6,7 @@ Its hooks are a few lines each: what they do is in the mechanism that they call.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -41,6 +41,7 @@ from lightning_4d.layout import ParallelLayout
 from lightning_4d.mesh import Mesh
 from lightning_4d.parallel.blocks import find_blocks
 from lightning_4d.parallel.data import DataParallel, DataParallelOptions, MetaInitialization, shard, sharded
+from lightning_4d.parallel.tensor import TensorOptions, TensorParallel, applied, divide
 from lightning_4d.strategies.checkpointing import CheckpointTranslator
 from lightning_4d.strategies.evaluation import EvaluationBalance
 from lightning_4d.strategies.failure import Failure
@@ -60,7 +61,7 @@ Size = int | Literal["auto"]
 class NDStrategy(ParallelStrategy):
     """Train an ordinary LightningModule on any layout of data axes, with the numbers of plain DDP.
 
-    Sizes of context, tensor and pipeline parallelism other than 1 are refused until they are supported.
+    Sizes of context and pipeline parallelism other than 1 are refused until they are supported.
 
     Args:
         data_parallel_replicate_size: ranks that hold the same shard; gradients are all-reduced among them.
@@ -74,6 +75,10 @@ class NDStrategy(ParallelStrategy):
         compile_blocks: compile the forward of each block by ``torch.compile``.
         reshard_after_forward: free gathered parameters of a block between its forward and its backward; ``"auto"``:
             when the shard size is above 1.
+        tensor_parallel_plan: ``"auto"`` finds how layers are divided over ``tensor_parallel_size`` ranks
+            (``lightning-4d explain`` prints it); or ``{module pattern: style}``, such as
+            ``{"blocks.*.mlp.up": "colwise", "blocks.*.mlp.down": "rowwise"}``.
+        sequence_parallel: between the divided layers, keep each tensor-parallel rank's part of the sequence only.
         save_distributed_checkpoint: a folder that all ranks write, or else one ordinary ``.ckpt`` file.
         process_group_backend: by default ``nccl`` on CUDA and ``gloo`` on CPU.
         timeout: how long a collective may wait for a rank.
@@ -95,6 +100,8 @@ class NDStrategy(ParallelStrategy):
         blocks: str | list[str] = "auto",
         compile_blocks: bool = False,
         reshard_after_forward: bool | Literal["auto"] = "auto",
+        tensor_parallel_plan: Mapping[str, str] | Literal["auto"] = "auto",
+        sequence_parallel: bool = False,
         save_distributed_checkpoint: bool = True,
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
@@ -107,10 +114,12 @@ class NDStrategy(ParallelStrategy):
             "context_parallel_size": context_parallel_size,
             "tensor_parallel_size": tensor_parallel_size,
         }
-        for name in ("pipeline_parallel_size", "context_parallel_size", "tensor_parallel_size"):
+        for name in ("pipeline_parallel_size", "context_parallel_size"):
             _refuse_axis(name, self._sizes[name])
         self._blocks = blocks
         self._options = DataParallelOptions(reshard_after_forward=reshard_after_forward, compile_blocks=compile_blocks)
+        self._tensor_options = TensorOptions(tensor_parallel_plan, sequence_parallel, compile_blocks)
+        self._tensor: TensorParallel | None = None
         self._process_group_backend = process_group_backend
         self._timeout = timeout
         self.num_nodes = 1  # set by the Trainer
@@ -261,15 +270,18 @@ class NDStrategy(ParallelStrategy):
         """Apply the axes in their order: here the data axes alone."""
         module = self._module
         existing = sharded(module)
-        if existing is not None and existing.units:
+        if existing is not None and (existing.units or applied(module) is not None):
             refuse_changed_model(module, existing, self.layout, self.precision_plugin)
+            self._tensor = applied(module)
             return existing
         refuse_lost_metrics(module)
         self.model = self.precision_plugin.convert_module(module)
         if self._layer_sync is not None:
             self.model = self._layer_sync.apply(self.model)
         blocks = find_blocks(module, self._blocks)
-        data = shard(module, blocks, self.mesh, self.root_device, self._options, self._initialization)
+        self._tensor = divide(module, blocks, self.mesh, self._tensor_options)
+        distribute = None if self._tensor is None else self._tensor.distribute
+        data = shard(module, blocks, self.mesh, self.root_device, self._options, self._initialization, distribute)
         data.converted_to = converts_to(self.precision_plugin)
         self.model_to_device()  # what is neither parameter nor buffer: metric states
         data.settle()
@@ -314,22 +326,26 @@ class NDStrategy(ParallelStrategy):
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         with self.precision_plugin.train_step_context():
-            return self.data.run_training_step(self._module.training_step, *args, **kwargs)
+            return self.data.run_training_step(self._step(self._module.training_step), *args, **kwargs)
+
+    def _step(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Let the step see the divided layers."""
+        return function if self._tensor is None else self._tensor.step(function)
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         with self.precision_plugin.val_step_context():
-            return self._evaluation.run(self._module.validation_step, *args, **kwargs)
+            return self._evaluation.run(self._step(self._module.validation_step), *args, **kwargs)
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         with self.precision_plugin.test_step_context():
-            return self._evaluation.run(self._module.test_step, *args, **kwargs)
+            return self._evaluation.run(self._step(self._module.test_step), *args, **kwargs)
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         with self.precision_plugin.predict_step_context():
-            return self._evaluation.run(self._module.predict_step, *args, **kwargs)
+            return self._evaluation.run(self._step(self._module.predict_step), *args, **kwargs)
 
     @override
     def on_validation_start(self) -> None:
@@ -360,7 +376,8 @@ class NDStrategy(ParallelStrategy):
         self.pre_backward(closure_loss)
         self.data.before_backward(closure_loss)
         loss = self.precision_plugin.pre_backward(closure_loss, self._module)
-        self.precision_plugin.backward(loss, self._module, optimizer, *args, **kwargs)
+        with contextlib.nullcontext() if self._tensor is None else self._tensor.backward():
+            self.precision_plugin.backward(loss, self._module, optimizer, *args, **kwargs)
         self.data.after_backward()  # before the user's on_after_backward sees gradients
         loss = self.precision_plugin.post_backward(loss, self._module)
         self.post_backward(loss)

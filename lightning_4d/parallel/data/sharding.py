@@ -17,6 +17,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_4d import _torch_private as private
@@ -60,12 +61,14 @@ def shard(
     device: torch.device,
     options: DataParallelOptions,
     initialization: MetaInitialization,
+    distribute: Callable[[Iterable[nn.Module]], None] | None = None,
 ) -> DataParallel:
     """Move ``root`` to ``device``, equal on all ranks, and shard it over the data axes of ``mesh``, block by block.
 
     Values come from data-parallel rank 0, or from ``reset_parameters`` for what is on the meta device. Beyond its own
     shards, no rank holds more than one block and what lies outside the blocks on ``device``. Parameters change
-    identity, names do not.
+    identity, names do not. ``distribute(modules)``, if given, is called when the values of what these modules hold
+    themselves are final, and may replace parameters by DTensors on a mesh of other axes.
 
     Which ranks must call: all ranks of the data-parallel group, with the same module.
 
@@ -74,7 +77,7 @@ def shard(
             the parameters.
     """
     initialization.check(root)
-    if mesh.data_parallel_size > 1:
+    if mesh.data_parallel_size > 1 or distribute is not None:
         _refuse_hooks(root)
         _refuse_captured(root)
     names = {id(parameter): (weakref.ref(parameter), name) for name, parameter in root.named_parameters()}
@@ -83,8 +86,11 @@ def shard(
     inside = {module for block in blocks for module in block.module.modules()}
     for module in root.modules():  # parents first: the order in which one process initialises
         if module in block_modules or module not in inside:
-            initialization.materialize(module.modules() if module in block_modules else [module], device)
-            _prepare(module.modules() if module in block_modules else [module], mesh, device)
+            group = list(module.modules()) if module in block_modules else [module]
+            initialization.materialize(group, device)
+            _prepare(group, mesh, device)
+            if distribute is not None:
+                distribute(group)
     if options.compile_blocks:
         for block in blocks:
             _compile_forward(block.module)
@@ -142,6 +148,7 @@ def _prepare(modules: Iterable[nn.Module], mesh: Mesh, device: torch.device) -> 
     for module in modules:
         tensors.update(dict.fromkeys(module.parameters(recurse=False)))
         tensors.update(dict.fromkeys(module.buffers(recurse=False)))
+    tensors = {tensor: None for tensor in tensors if not isinstance(tensor, DTensor)}  # tied, and distributed before
     for tensor in tensors:
         tensor.data = tensor.data.to(device).contiguous()
     if mesh.data_parallel_size > 1:
