@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 # ----------------------------------------------------------------------------------------------------------------------
 # torch.distributed.fsdp (FSDP2)
@@ -136,8 +137,11 @@ def fsdp_write_back(module: FSDPModule) -> None:
             gathered, shard = param._unsharded_param, param.sharded_param.to_local()
             param.sharded_param.requires_grad_(gathered.requires_grad)
             if param.param_dtype is None and shard.numel() > 0:
-                start = param.padded_sharded_param_size[0] * param.mesh_info.shard_mesh_rank
-                shard.copy_(gathered.detach().narrow(0, start, shard.shape[0]))
+                dim = param.fsdp_placement.dim
+                start = param.padded_sharded_param_size[dim] * param.mesh_info.shard_mesh_rank
+                values = gathered.detach()
+                values = values.to_local() if isinstance(values, DTensor) else values  # divided over other axes too
+                shard.copy_(values.narrow(dim, start, shard.shape[dim]))
 
 
 def fsdp_clear_gradients(module: FSDPModule, owners: set[nn.Module]) -> None:
@@ -226,6 +230,14 @@ def fsdp_restore_class_name(module: nn.Module) -> None:
 def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
     """Flatten all axes of ``mesh`` into one named axis (``DeviceMesh._flatten``: no public spelling up to 2.13)."""
     return mesh._flatten(name)  # pyright: ignore[reportPrivateUsage]
+
+
+def join_meshes(outer: DeviceMesh, inner: DeviceMesh) -> DeviceMesh:
+    """Return the mesh of the axes of both, which are axes of one mesh (``DeviceMesh._concatenate``).
+
+    Reason: FSDP2 builds the mesh of parameters that are divided over other axes so, and optimizers want one mesh.
+    """
+    return DeviceMesh._concatenate([outer, inner])  # pyright: ignore[reportPrivateUsage]
 
 
 def all_arrive(key: str, group: dist.ProcessGroup, patience: timedelta) -> bool:

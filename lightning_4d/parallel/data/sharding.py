@@ -28,6 +28,7 @@ from lightning_4d.parallel.data.buffers import Buffers
 from lightning_4d.parallel.data.initialize import MetaInitialization, broadcast
 from lightning_4d.parallel.data.low_precision import LowPrecisionGather
 from lightning_4d.parallel.data.participation import Participation
+from lightning_4d.parallel.data.placement import shard_placement
 from lightning_4d.parallel.data.replicated import ReplicatedParameters
 
 _T = TypeVar("_T")
@@ -208,7 +209,7 @@ class DataParallel:
 
     def wrap(self, blocks: Sequence[Block], options: DataParallelOptions) -> None:
         """Shard the blocks, then what is left, and hook into the places where gathered parameters are needed."""
-        whole = _whole_parameters(self.root, blocks)
+        whole = _whole_parameters(self.root, blocks, self.mesh.layout.data_parallel_shard_size)
         self._attributes = {name: dict(vars(p)) for name, p in self.root.named_parameters() if vars(p)}
         inside = {module for block in blocks for module in block.module.modules()}
         outside = {m: list(m.parameters(recurse=False)) for m in self.root.modules() if m not in inside}
@@ -233,6 +234,7 @@ class DataParallel:
             # The root is needed from the start of the step to the end of its backward.
             reshard_after_forward=cast("bool", reshard) and module is not self.root,
             ignored_params=ignored,
+            shard_placement_fn=lambda p: shard_placement(p, self.mesh.layout.data_parallel_shard_size),
         )
         private.fsdp_restore_class_name(module)
         self.units.append(cast("FSDPModule", module))
@@ -529,8 +531,11 @@ def _nothing() -> None:
     return None
 
 
-def _whole_parameters(root: nn.Module, blocks: Sequence[Block]) -> set[nn.Parameter]:
-    """Parameters that FSDP2 cannot put into their group: 0-d, or of another dtype than most of the group."""
+def _whole_parameters(root: nn.Module, blocks: Sequence[Block], shard_size: int) -> set[nn.Parameter]:
+    """Parameters that FSDP2 cannot put into their group.
+
+    0-d, of another dtype than most of the group, or divided over another axis so that no dim is left to shard.
+    """
     remaining = dict.fromkeys(root.parameters())
     whole: set[nn.Parameter] = set()
     for module in (*(block.module for block in blocks), root):
@@ -542,6 +547,7 @@ def _whole_parameters(root: nn.Module, blocks: Sequence[Block]) -> set[nn.Parame
                 sizes[parameter.dtype] += parameter.numel()
         dtype = sizes.most_common(1)[0][0] if sizes else None
         whole.update(p for p in group if p.ndim == 0 or (p.requires_grad and p.dtype != dtype))
+        whole.update(p for p in group if p.ndim > 0 and shard_placement(p, shard_size) is None)
     return whole
 
 

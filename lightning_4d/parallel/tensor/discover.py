@@ -39,7 +39,8 @@ def find_plan(root: nn.Module, blocks: Sequence[Block], size: int) -> TensorPlan
         UnsupportedError: nothing can be divided; names sizes that work.
     """
     plan = TensorPlan(size, source="found by running blocks on fake tensors")
-    blocks = list(blocks) or [Block("", root)]
+    if not blocks or any(kind_of(block.module) is not None for block in blocks):
+        blocks = [Block("", root)]  # no repeated layers, or mere Linears: the whole model is one block
     with faked(root, torch.device("cpu"), {}), private.quiet_fake_tensors():
         calls = calls_of_blocks(root, blocks)
         for block, kind in _kinds(blocks):
@@ -47,7 +48,7 @@ def find_plan(root: nn.Module, blocks: Sequence[Block], size: int) -> TensorPlan
             if choices is None:
                 choices = kind["choices"] = choices_for_block(block.module, calls.get(block.name), size)
             prefix = f"{block.name}." if block.name else ""
-            plan.choices |= {f"{prefix}{name}": choice for name, choice in choices.items()}
+            plan.choices |= {f"{prefix}{name}".rstrip("."): choice for name, choice in choices.items()}
         plan.choices |= vocabulary_choices(root, blocks, size)
     if all(choice.style == "replicate" for choice in plan.choices.values()):
         raise _nothing_divides(root, blocks, size, plan)
