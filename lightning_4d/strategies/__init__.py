@@ -2,5 +2,6 @@
 
 from lightning_4d.strategies.hsdp import HSDPStrategy
 from lightning_4d.strategies.nd import NDStrategy
+from lightning_4d.strategies.tensor import TPStrategy
 
-__all__ = ["HSDPStrategy", "NDStrategy"]
+__all__ = ["HSDPStrategy", "NDStrategy", "TPStrategy"]

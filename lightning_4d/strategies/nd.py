@@ -282,6 +282,8 @@ class NDStrategy(ParallelStrategy):
         self._tensor = divide(module, blocks, self.mesh, self._tensor_options)
         distribute = None if self._tensor is None else self._tensor.distribute
         data = shard(module, blocks, self.mesh, self.root_device, self._options, self._initialization, distribute)
+        if self._tensor is not None:
+            self._tensor.open_boundaries(data.units)
         data.converted_to = converts_to(self.precision_plugin)
         self.model_to_device()  # what is neither parameter nor buffer: metric states
         data.settle()

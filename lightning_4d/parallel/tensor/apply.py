@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_4d.parallel.blocks import Block
 from lightning_4d.parallel.tensor import rules  # noqa: F401  (registers the rules)
+from lightning_4d.parallel.tensor.boundary import open_boundaries
 from lightning_4d.parallel.tensor.group import TensorGroup
 from lightning_4d.parallel.tensor.parameters import Activity, Distributor
 from lightning_4d.parallel.tensor.plan import TensorPlan
@@ -55,6 +56,10 @@ class TensorParallel:
         """
         self._distribute(modules)
 
+    def open_boundaries(self, modules: Sequence[Any]) -> None:
+        """Let parts of tensors cross the hooks of ``modules`` that FSDP2 has wrapped; the last one is the root."""
+        open_boundaries(modules[:-1])
+
     def step(self, function: Callable[..., _T]) -> Callable[..., _T]:
         """Return ``function`` to be called as a step: its code reads parts, and what it returns is whole."""
 
@@ -92,7 +97,3 @@ def applied(root: nn.Module) -> TensorParallel | None:
     """Return what an earlier `TensorParallel` made of ``root``, or None."""
     return getattr(root, _RESULT, None)
 
-
-def whole_plan(given: Mapping[str, str] | str) -> bool:
-    """Whether the plan is to be found."""
-    return given == "auto"

@@ -22,7 +22,15 @@ from lightning_4d.errors import UnsupportedError, explain
 from lightning_4d.parallel.blocks import Block
 from lightning_4d.parallel.tensor.inputs import Call, calls_of_blocks
 from lightning_4d.parallel.tensor.parameters import Split
-from lightning_4d.parallel.tensor.plan import Choice, TensorPlan, divisors, kind_of, module_splits, output_features
+from lightning_4d.parallel.tensor.plan import (
+    Choice,
+    TensorPlan,
+    divisors,
+    kind_of,
+    matches,
+    module_splits,
+    output_features,
+)
 from lightning_4d.parallel.tensor.simulate import Simulation, simulate
 from lightning_4d.parallel.tensor.vocabulary import vocabulary_choices
 from lightning_4d.utilization.isolation import faked
@@ -41,12 +49,16 @@ def find_plan(root: nn.Module, blocks: Sequence[Block], size: int) -> TensorPlan
     plan = TensorPlan(size, source="found by running blocks on fake tensors")
     if not blocks or any(kind_of(block.module) is not None for block in blocks):
         blocks = [Block("", root)]  # no repeated layers, or mere Linears: the whole model is one block
+    published = published_styles(root)
+    if published:
+        plan.source = "the model's own tp_plan, checked by running blocks on fake tensors"
     with faked(root, torch.device("cpu"), {}), private.quiet_fake_tensors():
         calls = calls_of_blocks(root, blocks)
         for block, kind in _kinds(blocks):
             choices = kind.get("choices")
             if choices is None:
-                choices = kind["choices"] = choices_for_block(block.module, calls.get(block.name), size)
+                known = _within(published, block)
+                choices = kind["choices"] = choices_for_block(block.module, calls.get(block.name), size, known)
             prefix = f"{block.name}." if block.name else ""
             plan.choices |= {f"{prefix}{name}".rstrip("."): choice for name, choice in choices.items()}
         plan.choices |= vocabulary_choices(root, blocks, size)
@@ -63,13 +75,42 @@ def _kinds(blocks: Sequence[Block]) -> Iterator[tuple[Block, dict[str, Any]]]:
         yield block, kinds.setdefault((type(block.module), shapes), {})
 
 
-def choices_for_block(module: nn.Module, call: Call | None, size: int) -> dict[str, Choice]:
-    """Find the styles of the divisible layers in one block, by name within it. Inside fake tensors only."""
+def published_styles(root: nn.Module) -> dict[str, Choice]:
+    """The styles of a Hugging Face model's own ``tp_plan``, by module name of ``root``; empty if there is none."""
+    found: dict[str, Choice] = {}
+    for prefix, model in root.named_modules():
+        given = getattr(model, "tp_plan", None) if hasattr(model, "config") else None
+        for pattern, style in given.items() if isinstance(given, Mapping) else ():
+            kind = next((kind for kind in ("colwise", "rowwise") if str(style).startswith(kind)), None)
+            if kind is None:
+                continue  # the parts of an expert layer and the like: whole, as everything that is not understood
+            full = f"{prefix}.{pattern}" if prefix else pattern
+            names = [name for name, module in root.named_modules() if kind_of(module) and matches(full, name)]
+            found |= {name: Choice(kind, f"tp_plan {pattern!r} of {type(model).__name__}") for name in names}
+    return found
+
+
+def _within(choices: Mapping[str, Choice], block: Block) -> dict[str, Choice]:
+    prefix = f"{block.name}." if block.name else ""
+    return {name.removeprefix(prefix): choice for name, choice in choices.items() if name.startswith(prefix)}
+
+
+def choices_for_block(
+    module: nn.Module, call: Call | None, size: int, known: Mapping[str, Choice] | None = None
+) -> dict[str, Choice]:
+    """Find the styles of the divisible layers in one block, by name within it. Inside fake tensors only.
+
+    ``known`` styles, if any, are the first guess.
+    """
     units = {name: part for name, part in module.named_modules() if kind_of(part) is not None}
     units = {name: part for name, part in units.items() if not _inside_attention(name, units)}
+    whole = Choice("replicate", "the block could not be run on fake tensors")
+    choices = {name: (known or {}).get(name, whole) for name in units}
     if call is None:
-        return {name: Choice("replicate", "the block could not be run on fake tensors") for name in units}
-    choices = trace(module, call, units)
+        _leave_uneven(_State(module, Call((), {}), units, choices, size))
+        return choices
+    if not known:
+        choices = trace(module, call, units)
     _refine(module, call, units, choices, size)
     return choices
 

@@ -114,12 +114,14 @@ class Distributor:
         self._mesh = mesh
         self._names = {module: name for name, module in root.named_modules()}
         self._runtime, self._activity = runtime, activity
-        self._splits: dict[tuple[nn.Module, str], Split] = {}
-        for module, name in ((module, name) for module in root.modules() for name in module._parameters):
-            split = splits.get(self._full_name(module, name))
-            if split is not None:
-                self._splits[module, name] = split
+        self._splits = self._by_owner(splits)
         self._done: dict[int, tuple[weakref.ref[nn.Parameter], nn.Parameter]] = {}  # by id; whole ones must go
+
+    def _by_owner(self, splits: Mapping[str, Split]) -> dict[tuple[nn.Module, str], Split]:
+        """The splits by module and name; a tied parameter has one wherever it is held."""
+        owners = [(m, n, p) for m in self._root.modules() for n, p in m._parameters.items() if p is not None]
+        by_parameter = {p: splits[name] for m, n, p in owners if (name := self._full_name(m, n)) in splits}
+        return {(m, n): by_parameter[p] for m, n, p in owners if p in by_parameter}
 
     def _full_name(self, module: nn.Module, name: str) -> str:
         return f"{self._names[module]}.{name}" if self._names[module] else name

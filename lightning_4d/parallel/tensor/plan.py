@@ -129,7 +129,7 @@ def explicit_plan(root: nn.Module, given: Mapping[str, str], size: int) -> Tenso
     plan = TensorPlan(size, source="tensor_parallel_plan")
     for pattern, text in given.items():
         style, parts = _parsed(pattern, text)
-        names = [name for name in modules if _matches(pattern, name)]
+        names = [name for name in modules if matches(pattern, name)]
         if not names:
             raise _no_match(pattern, modules)
         for name in names:
@@ -143,7 +143,7 @@ def explicit_plan(root: nn.Module, given: Mapping[str, str], size: int) -> Tenso
 def _parsed(pattern: str, text: str) -> tuple[str, int | None]:
     style, _, number = str(text).partition(":")
     if style not in STYLES or (number and (not number.isdigit() or int(number) < 1 or style != "fused_colwise")):
-        near = difflib.get_close_matches(str(text), STYLES, n=1, cutoff=0.0)[0]
+        near = difflib.get_closematches(str(text), STYLES, n=1, cutoff=0.0)[0]
         raise UnsupportedError(
             explain(
                 f"tensor_parallel_plan[{pattern!r}]={text!r}",
@@ -154,13 +154,14 @@ def _parsed(pattern: str, text: str) -> tuple[str, int | None]:
     return style, int(number) if number else None
 
 
-def _matches(pattern: str, name: str) -> bool:
+def matches(pattern: str, name: str) -> bool:
+    """Whether a pattern, in which ``*`` stands for one segment, is a module's name."""
     return re.fullmatch(re.escape(pattern).replace(r"\*", "[^.]*"), name) is not None
 
 
 def _no_match(pattern: str, names: Iterable[str]) -> UnsupportedError:
     divisible = sorted({re.sub(r"\d+", "*", name) for name in names if name})
-    near = difflib.get_close_matches(re.sub(r"\d+", "*", pattern), divisible, n=3, cutoff=0.0)
+    near = difflib.get_closematches(re.sub(r"\d+", "*", pattern), divisible, n=3, cutoff=0.0)
     return UnsupportedError(
         explain(
             f"tensor_parallel_plan has the pattern {pattern!r}, which matches no module",
