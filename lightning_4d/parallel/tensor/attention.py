@@ -55,7 +55,9 @@ def _by_heads(*tensors: Tensor) -> bool:
 def _heads_for(tensor: Tensor, query: Sharded, grouped: bool, func: Any) -> Tensor:
     """Keys or values (.., H, S, D) for this rank's query heads."""
     heads = tensor.shape[-_BACK]
-    if not grouped or heads in (1, query.split_size) or type(tensor) is Sharded:
+    if grouped and type(tensor) is Sharded:
+        return tensor.local  # a share of the keys goes with the same share of the queries
+    if not grouped or heads in (1, query.split_size):
         return aligned(tensor, query, _BACK, func)
     # Keys of few heads, whole on every rank: those that this rank's queries read.
     group = query.runtime.group

@@ -76,6 +76,12 @@ def aligned(value: Any, lead: Sharded, back: int, func: Any) -> Any:
         value = value.gathered(f"{function_name(func)} with a tensor that is divided otherwise")
     if value.dim() >= back and value.shape[-back] == lead.split_size:
         return cut_like(value, value.dim() - back, lead, function_name(func))
+    if value.dim() >= back and value.shape[-back] != 1:
+        # It would go with this rank's share by accident only.
+        raise RuntimeError(
+            f"The size of tensor a ({lead.split_size}) must match the size of tensor b ({value.shape[-back]}) at "
+            f"dimension -{back} in {function_name(func)}, for shapes {tuple(lead.shape)} and {tuple(value.shape)}"
+        )
     return entered(value, lead.runtime, function_name(func))
 
 

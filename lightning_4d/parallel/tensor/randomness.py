@@ -29,6 +29,8 @@ def dropout(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return value
     if func not in (F.dropout, torch.dropout):
         return NotImplemented  # whole channels, in place, or with other statistics: on the whole tensor
+    if p == 1.0:
+        return value * 0.0
     if value.device.type == "cpu":
         return value.like(value.local * own_mask(value, p))
     with own_generator(value.runtime.group, value.device):

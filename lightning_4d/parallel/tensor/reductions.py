@@ -141,6 +141,9 @@ def _over_split(func: Any, name: str, value: Sharded, args: Args, kwargs: Kwargs
     return collectives.sum_to_plain(local, value.runtime.group, f"{name} over a divided dim")
 
 
+_DEFAULT_DIM = {"max": None, "min": None, "median": None}  # without a dim these are over all elements
+
+
 @rule(*functions("max min median mode topk sort argsort kthvalue"))
 def _with_indices(func: Any, args: Args, kwargs: Kwargs) -> Any:
     value = args[0]
@@ -148,7 +151,7 @@ def _with_indices(func: Any, args: Args, kwargs: Kwargs) -> Any:
         return NotImplemented
     name = getattr(func, "__name__", "")
     at_dim = 2 if name in ("topk", "kthvalue") else 1
-    dim = kwargs.get("dim", args[at_dim] if len(args) > at_dim else (None if name in ("max", "min") else -1))
+    dim = kwargs.get("dim", args[at_dim] if len(args) > at_dim else _DEFAULT_DIM.get(name, -1))
     if not isinstance(dim, int) or isinstance(dim, bool) or normal(dim, value.dim()) == value.split_dim:
         return NotImplemented
     result = func(value.local, *args[1:], **kwargs)
