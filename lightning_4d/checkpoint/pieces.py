@@ -110,7 +110,7 @@ def _pieces(tensor: DTensor, local: Tensor) -> dict[torch.Size, Tensor]:
     assert coordinate is not None
     offset = [0] * tensor.ndim
     for other, placement in enumerate(tensor.placements):
-        if other != axis and placement.is_shard():
+        if other != axis and not placement.is_replicate():
             dim = placement.dim  # pyright: ignore[reportAttributeAccessIssue]
             offset[dim] += coordinate[other] * local.shape[dim]
     split: Any = tensor.placements[axis]

@@ -16,7 +16,7 @@ def shard_placement(parameter: nn.Parameter, size: int) -> Shard | None:
     """
     if not isinstance(parameter, DTensor):
         return Shard(0)
-    divided = [placement.dim for placement in parameter.placements if placement.is_shard()]
+    divided = [placement.dim for placement in parameter.placements if isinstance(placement, Shard)]
     in_parts = any(strided_shard_parts(placement) is not None for placement in parameter.placements)
     local = parameter.to_local().shape
     if 0 not in divided and not in_parts:

@@ -52,14 +52,17 @@ class Runtime:
             self.on_gather(function, value)
         if self.quiet:
             return
-        what, where = function_name(function), _user_line()
+        what, (file, line) = function_name(function), _user_line()
+        where = f"{file}:{line}"
         if (what, where) not in self._named:
             self._named.add((what, where))
             if self.group.rank == 0:
-                warnings.warn(
-                    f"{where}: {what} needs a whole tensor of shape {tuple(value.shape)}, which is in parts over the "
+                warnings.warn_explicit(
+                    f"{what} needs a whole tensor of shape {tuple(value.shape)}, which is in parts over the "
                     "tensor-parallel ranks: it is gathered, which is right and costs time",
-                    stacklevel=2,
+                    UserWarning,
+                    file,
+                    line,
                 )
 
 
@@ -218,7 +221,7 @@ def on_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if args and type(args[0]) is Sharded and changes_first(func):
         raise UnsupportedError(
             explain(
-                f"{function_name(func)} on a tensor of shape {tuple(args[0].shape)} at {_user_line()}",
+                f"{function_name(func)} on a tensor of shape {tuple(args[0].shape)} at {_place()}",
                 "a tensor in parts over the tensor-parallel ranks is changed in place by elementwise operations only",
                 "write y = f(x) instead of f_(x), or give tensor_parallel_plan a 'replicate' for "
                 + (", ".join(sorted(args[0].origin)) or "the layer that made it"),
@@ -308,21 +311,25 @@ def function_name(func: Any) -> str:
     return resolve_name(func) or getattr(func, "__name__", str(func))
 
 
-def _user_line() -> str:
-    """The innermost line of code that is neither torch's nor of this package."""
+def _place() -> str:
+    return ":".join(map(str, _user_line()))
+
+
+def _user_line() -> tuple[str, int]:
+    """The innermost line of code that is neither torch's nor of this package: file and number."""
     frame = sys._getframe(1)
     while frame is not None:
         module = frame.f_globals.get("__name__", "")
         if module.partition(".")[0] not in ("torch", "lightning_4d"):
-            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+            return frame.f_code.co_filename, frame.f_lineno
         frame = frame.f_back
-    return "unknown line"
+    return "unknown", 0
 
 
 def _function_refused(what: str = "a custom torch.autograd.Function, or code below torch's functions") -> Exception:
     return UnsupportedError(
         explain(
-            f"{what} got a tensor that is in parts over the tensor-parallel ranks ({_user_line()})",
+            f"{what} got a tensor that is in parts over the tensor-parallel ranks ({_place()})",
             "only functions of torch are known to work on parts",
             "give tensor_parallel_plan a 'replicate' for the layers whose output it reads",
         )

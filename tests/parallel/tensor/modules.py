@@ -256,6 +256,20 @@ class Perceptron(Regression):
         return self.net(x_BC)
 
 
+class Running(Perceptron):
+    """Running statistics in front, and a buffer that each training step changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(self.dim)
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x_BC: Tensor) -> Tensor:
+        if self.training:
+            self.seen += x_BC.abs().mean()
+        return super().forward(self.norm(x_BC))
+
+
 class Unusual(NanoGPT):
     """Code without rules: whole tensors are gathered, numbers stay right."""
 
