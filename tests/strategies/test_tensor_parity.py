@@ -96,7 +96,7 @@ def test_code_without_rules_is_gathered(pool):
 def test_dropout_is_that_of_one_process(pool):
     # Masks of whole tensors are drawn whole and cut, so that they are the very same on the CPU.
     module = partial(NanoGPT, dropout=0.3)
-    expected = pool.run(1, train, module, "ddp")[0]  # draws its random numbers as every distributed strategy does
+    expected = pool.run(1, train, module, NDStrategy)[0]  # its random numbers are DDP's, not those of "auto"
     for actual in pool.run(2, train, module, TPStrategy):
         compare(actual, expected, rtol=1e-10)
     check(pool, module, 2, 2)

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_4d.parallel.tensor.pointwise import aligned
+from lightning_4d.parallel.tensor.products import row_wise
 from lightning_4d.parallel.tensor.randomness import own_generator
 from lightning_4d.parallel.tensor.sharded import Sharded, entered, find_sharded, rule
 
@@ -92,7 +93,11 @@ def _multi_head_attention(func: Any, args: Args, kwargs: Kwargs) -> Any:
     else:
         out, weights = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=p, is_causal=causal), None
     out_TBC = out.permute(2, 0, 1, 3).flatten(2)
-    out_TBC = F.linear(out_TBC, call["out_proj_weight"], call["out_proj_bias"])
+    weight, bias = call["out_proj_weight"], call["out_proj_bias"]
+    if type(weight) is Sharded and weight.split_dim == 1:
+        out_TBC = row_wise(out_TBC, weight, bias, sequence_dim=-3)
+    else:
+        out_TBC = F.linear(out_TBC, weight, bias)
     if weights is not None and call.get("average_attn_weights", True):
         weights = weights.mean(dim=1)
     return (out_TBC, weights) if batched else (out_TBC.squeeze(1), None if weights is None else weights.squeeze(0))

@@ -47,8 +47,7 @@ def find_plan(root: nn.Module, blocks: Sequence[Block], size: int) -> TensorPlan
         UnsupportedError: nothing can be divided; names sizes that work.
     """
     plan = TensorPlan(size, source="found by running blocks on fake tensors")
-    if not blocks or any(kind_of(block.module) is not None for block in blocks):
-        blocks = [Block("", root)]  # no repeated layers, or mere Linears: the whole model is one block
+    blocks = blocks_to_run(root, blocks)
     published = published_styles(root)
     if published:
         plan.source = "the model's own tp_plan, checked by running blocks on fake tensors"
@@ -73,6 +72,13 @@ def _kinds(blocks: Sequence[Block]) -> Iterator[tuple[Block, dict[str, Any]]]:
     for block in blocks:
         shapes = tuple((name, tuple(p.shape)) for name, p in block.module.named_parameters())
         yield block, kinds.setdefault((type(block.module), shapes), {})
+
+
+def blocks_to_run(root: nn.Module, blocks: Sequence[Block]) -> list[Block]:
+    """Return the blocks; without repeated layers, or where these are mere Linears, the whole model is one block."""
+    if not blocks or any(kind_of(block.module) is not None for block in blocks):
+        return [Block("", root)]
+    return list(blocks)
 
 
 def published_styles(root: nn.Module) -> dict[str, Choice]:

@@ -43,10 +43,10 @@ def plain_input(value: Tensor, runtime: Runtime, why: str) -> Tensor:
     return known
 
 
-def summed(local: Tensor, weight: Sharded, bias: Tensor | None, why: str) -> Tensor:
+def summed(local: Tensor, weight: Sharded, bias: Tensor | None, why: str, sequence_dim: int = -2) -> Tensor:
     """Add up the ranks' summands, then the bias, which is plain."""
     runtime = weight.runtime
-    dim = local.dim() - 2
+    dim = local.dim() + sequence_dim
     if runtime.sequence_parallel and dim >= 0 and local.shape[dim] % runtime.group.size == 0:
         part = collectives.sum_to_parts(local, dim, 1, runtime.group, why)
         result: Tensor = Sharded(part, dim, 1, runtime)
@@ -85,7 +85,7 @@ def _linear(func: Any, args: Args, kwargs: Kwargs) -> Any:
     if weight.dim() != 2:
         return NotImplemented
     if type(weight) is Sharded:
-        return _column_wise(value, weight, bias) if weight.split_dim == 0 else _row_wise(value, weight, bias)
+        return _column_wise(value, weight, bias) if weight.split_dim == 0 else row_wise(value, weight, bias)
     if type(bias) is Sharded or _is_features(value):
         return NotImplemented
     assert type(value) is Sharded
@@ -114,11 +114,12 @@ def _bias_part(bias: Tensor | None, weight: Sharded) -> Tensor | None:
     return cut_like(whole, 0, weight, "a plain bias of a column-wise product")
 
 
-def _row_wise(value: Tensor, weight: Sharded, bias: Tensor | None) -> Any:
+def row_wise(value: Tensor, weight: Sharded, bias: Tensor | None, sequence_dim: int = -2) -> Any:
+    """A product whose input features are divided; ``sequence_dim`` is where sequence parallelism divides the output."""
     why = f"row-wise {_named(weight)}"
     local = F.linear(input_part(value, weight, f"input of {why}"), weight.local)
     bias = bias.gathered("bias") if type(bias) is Sharded else bias
-    return summed(local, weight, bias, f"output of {why}")
+    return summed(local, weight, bias, f"output of {why}", sequence_dim)
 
 
 @rule(*functions("addmm"))
