@@ -119,14 +119,12 @@ class _Enter(torch.autograd.Function):
 
 
 class _Sum(torch.autograd.Function):
-    """Each rank has a summand; the sum is plain. ``tensor`` is overwritten."""
+    """Each rank has a summand; the sum is plain."""
 
     @staticmethod
     def forward(ctx: Backward, tensor: Tensor, group: TensorGroup, why: str) -> Tensor:
-        if tensor.is_contiguous():
-            ctx.mark_dirty(tensor)
-            return group.all_reduce(tensor, why)
-        return group.all_reduce(tensor.contiguous(), why)
+        # A copy: selective checkpointing keeps the product itself, and would sum it once more in its recompute.
+        return group.all_reduce(tensor.clone(memory_format=torch.contiguous_format), why)
 
     @staticmethod
     @once_differentiable
@@ -199,7 +197,9 @@ def enter(tensor: Tensor, group: TensorGroup, why: str) -> Tensor:
 
 
 def sum_to_plain(tensor: Tensor, group: TensorGroup, why: str) -> Tensor:
-    """Sum over the ranks, overwriting ``tensor``, which nothing else may use. Forward: all-reduce."""
+    """Sum over the ranks. Without gradients it overwrites ``tensor``, which nothing else may use. Forward: all-reduce."""
+    if not (torch.is_grad_enabled() and tensor.requires_grad):
+        return group.all_reduce(tensor.contiguous(), why)
     return _Sum.apply(tensor, group, why)  # pyright: ignore[reportReturnType]
 
 

@@ -131,6 +131,10 @@ class Sharded(Tensor):
             f"rank {self.runtime.group.rank} of {self.runtime.group.size})"
         )
 
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[int, int]]:
+        """Where the memory is, for those who count it."""
+        return ["local"], (self.split_dim, self.parts)
+
     @property
     def split_size(self) -> int:
         """The global size of the divided dim."""
