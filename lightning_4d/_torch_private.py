@@ -446,3 +446,29 @@ def strided_shard_parts(placement: Any) -> int | None:
     from torch.distributed.tensor.placement_types import _StridedShard
 
     return int(placement.split_factor) if isinstance(placement, _StridedShard) else None
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# torch: tensor subclasses
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def make_wrapper(cls: type[Any], sizes: list[int], like: Tensor) -> Any:
+    """Return a tensor of class ``cls`` with ``sizes`` and no memory, of the dtype, device and gradient of ``like``.
+
+    Reason: ``Tensor._make_wrapper_subclass`` is how tensors that stand for others are made (DTensor too), and has no
+    public spelling up to 2.13.
+    """
+    return Tensor._make_wrapper_subclass(  # pyright: ignore[reportAttributeAccessIssue]
+        cls, sizes, dtype=like.dtype, device=like.device, requires_grad=like.requires_grad
+    )
+
+
+without_torch_function = torch._C.DisableTorchFunctionSubclass
+"""A context in which ``__torch_function__`` of subclasses is not called. Its public relatives are for modes (2.13)."""
+
+
+def nn_builtins(names: str) -> list[Any]:
+    """Return the functions of these names, separated by blanks, that ``torch.nn.functional`` itself calls (2.13)."""
+    space = torch._C._nn  # pyright: ignore[reportAttributeAccessIssue]
+    return [getattr(space, name) for name in names.split() if hasattr(space, name)]

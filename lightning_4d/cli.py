@@ -52,7 +52,7 @@ def _add_explain(commands: Any) -> None:
         "on fake tensors, on one process.",
     )
     parser.add_argument("class_path", help="the model's class, such as my_package.models.GPT")
-    parser.add_argument("--init-args", default="{}", help='arguments of the class as JSON, such as \'{"dim": 64}\'')
+    parser.add_argument("--init-args", default="{}", help="arguments of the class as JSON, such as '{\"dim\": 64}'")
     parser.add_argument("--blocks", default="auto", help="the container of the repeated layers")
     parser.add_argument("--tensor-parallel-size", type=int, default=1, help="ranks that share each layer")
     parser.add_argument("--tensor-parallel-plan", default="auto", help='"auto", or {pattern: style} as JSON')
@@ -110,7 +110,11 @@ def _explain_tensor_parallelism(module: Any, options: argparse.Namespace) -> Non
     from lightning_4d.parallel import tensor
     from lightning_4d.parallel.blocks import find_blocks
 
-    blocks, size, given = find_blocks(module, options.blocks), options.tensor_parallel_size, options.tensor_parallel_plan
+    blocks, size, given = (
+        find_blocks(module, options.blocks),
+        options.tensor_parallel_size,
+        options.tensor_parallel_plan,
+    )
     if given == "auto":
         plan = tensor.find_plan(module, blocks, size)
     else:

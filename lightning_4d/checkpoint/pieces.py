@@ -70,7 +70,7 @@ class PiecewiseTensor(Tensor):
     _pieces: dict[torch.Size, Tensor]
 
     @staticmethod
-    def __new__(cls, tensor: DTensor) -> PiecewiseTensor:
+    def __new__(cls: type[PiecewiseTensor], tensor: DTensor) -> PiecewiseTensor:
         """Share the memory of ``tensor``'s local part."""
         local = tensor.to_local().detach()
         made = local.as_subclass(cls)

@@ -47,7 +47,9 @@ class ReplicatedParameters:
         self._group = group
         chosen = set(parameters)
         # In the order of the module tree: a set's order differs between ranks, and gradients travel together.
-        entries = {parameter: self._make_entry(parameter, mesh) for parameter in root.parameters() if parameter in chosen}
+        entries = {
+            parameter: self._make_entry(parameter, mesh) for parameter in root.parameters() if parameter in chosen
+        }
         for module in root.modules():
             for name, parameter in list(module._parameters.items()):
                 if parameter is not None and parameter in entries:

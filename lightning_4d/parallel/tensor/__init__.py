@@ -17,7 +17,13 @@ from lightning_4d.mesh import Mesh
 from lightning_4d.parallel.blocks import Block
 from lightning_4d.parallel.tensor.apply import TensorParallel, applied
 from lightning_4d.parallel.tensor.discover import find_plan
-from lightning_4d.parallel.tensor.explain import BlockCollectives, Division, block_collectives, divisions, whole_fraction
+from lightning_4d.parallel.tensor.explain import (
+    BlockCollectives,
+    Division,
+    block_collectives,
+    divisions,
+    whole_fraction,
+)
 from lightning_4d.parallel.tensor.plan import STYLES, Choice, TensorPlan, explicit_plan
 from lightning_4d.parallel.tensor.sharded import Sharded
 

@@ -96,4 +96,3 @@ class TensorParallel:
 def applied(root: nn.Module) -> TensorParallel | None:
     """Return what an earlier `TensorParallel` made of ``root``, or None."""
     return getattr(root, _RESULT, None)
-

@@ -103,11 +103,33 @@ def _multi_head_attention(func: Any, args: Args, kwargs: Kwargs) -> Any:
     return (out_TBC, weights) if batched else (out_TBC.squeeze(1), None if weights is None else weights.squeeze(0))
 
 
-_MHA_ARGUMENTS = (
-    "query key value embed_dim_to_check num_heads in_proj_weight in_proj_bias bias_k bias_v add_zero_attn dropout_p "
-    "out_proj_weight out_proj_bias training key_padding_mask need_weights attn_mask use_separate_proj_weight "
-    "q_proj_weight k_proj_weight v_proj_weight static_k static_v average_attn_weights is_causal"
-).split()
+_MHA_ARGUMENTS = [
+    "query",
+    "key",
+    "value",
+    "embed_dim_to_check",
+    "num_heads",
+    "in_proj_weight",
+    "in_proj_bias",
+    "bias_k",
+    "bias_v",
+    "add_zero_attn",
+    "dropout_p",
+    "out_proj_weight",
+    "out_proj_bias",
+    "training",
+    "key_padding_mask",
+    "need_weights",
+    "attn_mask",
+    "use_separate_proj_weight",
+    "q_proj_weight",
+    "k_proj_weight",
+    "v_proj_weight",
+    "static_k",
+    "static_v",
+    "average_attn_weights",
+    "is_causal",
+]
 
 
 def _unusual(call: Kwargs) -> bool:

@@ -160,7 +160,7 @@ class _Flow(TorchFunctionMode):
         marks = frozenset().union(*(mark for mark in _marks((args, kwargs or {}))))
         if marks:
             for tensor in _tensors(output):
-                tensor.__dict__["_marks"] = marks
+                vars(tensor)["_marks"] = marks
         return output
 
     def hook(self, name: str) -> Any:
@@ -173,7 +173,7 @@ class _Flow(TorchFunctionMode):
                 if self._style[name] == "rowwise":
                     self._feeds[name] = set(marks)
             for tensor in _tensors(output):
-                tensor.__dict__["_marks"] = frozenset((name,)) if self._style[name] == "colwise" else frozenset()
+                vars(tensor)["_marks"] = frozenset((name,)) if self._style[name] == "colwise" else frozenset()
 
         return decide
 

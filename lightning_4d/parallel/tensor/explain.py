@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -122,11 +122,9 @@ def block_collectives(
                     block.module, call.args, call.kwargs, own, plan.size, sequence_parallel=sequence_parallel
                 )
             found[key] = [_counts(block.name, result)]
-    return [BlockCollectives(**(vars(same[0]) | {"count": len(same)})) for same in found.values()]
+    return [replace(same[0], count=len(same)) for same in found.values()]
 
 
 def _counts(name: str, result: Simulation) -> BlockCollectives:
     gathered = [f"{function}: {', '.join(sorted(origin)) or 'an input'}" for function, origin in result.gathered]
-    return BlockCollectives(
-        name, result.count(backward=False), result.count(backward=True), gathered, result.error, 1
-    )
+    return BlockCollectives(name, result.count(backward=False), result.count(backward=True), gathered, result.error, 1)

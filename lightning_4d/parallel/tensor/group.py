@@ -73,9 +73,7 @@ class TensorGroup:
         sizes[dim] *= self.size
         return inner.movedim(0, dim + 1).reshape(sizes)
 
-    def reduce_scatter(
-        self, tensor: Tensor, dim: int, why: str, *, backward: bool = False, parts: int = 1
-    ) -> Tensor:
+    def reduce_scatter(self, tensor: Tensor, dim: int, why: str, *, backward: bool = False, parts: int = 1) -> Tensor:
         """Sum the ranks' tensors and return this rank's part along ``dim``. Which ranks must call: all of the group."""
         self._note("reduce_scatter", tensor, why, backward)
         sizes = list(tensor.shape)
@@ -113,7 +111,7 @@ class _Enter(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Backward, *gradients: Tensor) -> Any:
+    def backward(ctx: Backward, *gradients: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         gradient = gradients[0].clone(memory_format=torch.contiguous_format)
         return ctx.group.all_reduce(gradient, ctx.why, backward=True), None, None
 
@@ -128,7 +126,7 @@ class _Sum(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Backward, *gradients: Tensor) -> Any:
+    def backward(ctx: Backward, *gradients: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         return gradients[0], None, None
 
 
@@ -142,7 +140,7 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Backward, *gradients: Tensor) -> Any:
+    def backward(ctx: Backward, *gradients: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         return ctx.group.cut(gradients[0], ctx.dim, ctx.parts).contiguous(), None, None, None, None
 
 
@@ -156,7 +154,7 @@ class _Cut(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Backward, *gradients: Tensor) -> Any:
+    def backward(ctx: Backward, *gradients: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         whole = ctx.group.all_gather(gradients[0], ctx.dim, ctx.why, backward=True, parts=ctx.parts)
         return whole, None, None, None, None
 
@@ -171,7 +169,7 @@ class _GatherForParts(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Backward, *gradients: Tensor) -> Any:
+    def backward(ctx: Backward, *gradients: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         part = ctx.group.reduce_scatter(gradients[0], ctx.dim, ctx.why, backward=True, parts=ctx.parts)
         return part, None, None, None, None
 
@@ -186,7 +184,7 @@ class _SumToParts(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Backward, *gradients: Tensor) -> Any:
+    def backward(ctx: Backward, *gradients: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         whole = ctx.group.all_gather(gradients[0], ctx.dim, ctx.why, backward=True, parts=ctx.parts)
         return whole, None, None, None, None
 
@@ -197,7 +195,7 @@ def enter(tensor: Tensor, group: TensorGroup, why: str) -> Tensor:
 
 
 def sum_to_plain(tensor: Tensor, group: TensorGroup, why: str) -> Tensor:
-    """Sum over the ranks. Without gradients it overwrites ``tensor``, which nothing else may use. Forward: all-reduce."""
+    """Sum over the ranks; where no gradient is needed, in place of ``tensor``. Forward: all-reduce."""
     if not (torch.is_grad_enabled() and tensor.requires_grad):
         return group.all_reduce(tensor.contiguous(), why)
     return _Sum.apply(tensor, group, why)  # pyright: ignore[reportReturnType]

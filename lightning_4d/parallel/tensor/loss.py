@@ -55,7 +55,7 @@ class _LogProbabilities(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Backward, *gradients: Tensor) -> Any:
+    def backward(ctx: Backward, *gradients: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         of_target_N, of_sum_N = gradients
         probability_NV, own_N, elsewhere_N, *weights = ctx.saved_tensors
         total_N = of_target_N
@@ -123,7 +123,8 @@ def _losses(
     if smoothing > 0.0:
         ones = torch.ones(classes, dtype=logits_NV.dtype, device=logits_NV.device)
         weight_V = group.cut(ones if weight is None else weight.to(logits_NV.dtype), 0).contiguous()
-    of_target_N, of_all_N = _LogProbabilities.apply(logits_NV, target_N, weight_V, group)  # pyright: ignore
+    both: Any = _LogProbabilities.apply(logits_NV, target_N, weight_V, group)
+    of_target_N, of_all_N = both
     factor_N = valid_N.to(logits_NV.dtype)
     if weight is not None:
         factor_N = factor_N * weight.to(logits_NV.dtype)[target_N]

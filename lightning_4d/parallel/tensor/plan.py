@@ -143,7 +143,7 @@ def explicit_plan(root: nn.Module, given: Mapping[str, str], size: int) -> Tenso
 def _parsed(pattern: str, text: str) -> tuple[str, int | None]:
     style, _, number = str(text).partition(":")
     if style not in STYLES or (number and (not number.isdigit() or int(number) < 1 or style != "fused_colwise")):
-        near = difflib.get_closematches(str(text), STYLES, n=1, cutoff=0.0)[0]
+        near = difflib.get_close_matches(str(text), STYLES, n=1, cutoff=0.0)[0]
         raise UnsupportedError(
             explain(
                 f"tensor_parallel_plan[{pattern!r}]={text!r}",
@@ -161,7 +161,7 @@ def matches(pattern: str, name: str) -> bool:
 
 def _no_match(pattern: str, names: Iterable[str]) -> UnsupportedError:
     divisible = sorted({re.sub(r"\d+", "*", name) for name in names if name})
-    near = difflib.get_closematches(re.sub(r"\d+", "*", pattern), divisible, n=3, cutoff=0.0)
+    near = difflib.get_close_matches(re.sub(r"\d+", "*", pattern), divisible, n=3, cutoff=0.0)
     return UnsupportedError(
         explain(
             f"tensor_parallel_plan has the pattern {pattern!r}, which matches no module",

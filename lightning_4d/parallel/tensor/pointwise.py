@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lightning_4d._torch_private import nn_builtins, without_torch_function
 from lightning_4d.parallel.tensor.sharded import (
     RULES,
     Sharded,
@@ -21,6 +22,7 @@ from lightning_4d.parallel.tensor.sharded import (
     function_name,
     functions,
     getter,
+    refusal,
     rule,
 )
 
@@ -92,7 +94,7 @@ for _function in functions(" ".join(f"{name}_" for name in _NAMES.split() if not
 for _function in functions(" ".join(f"__{name}__" for name in _OPERATORS.split()), (Tensor,)):
     RULES[_function] = pointwise
 # The functions behind F.gelu and others, where torch.nn.functional calls them with the tensor itself.
-for _function in functions("gelu silu silu_ mish softplus hardtanh hardswish leaky_relu elu", (torch._C._nn,)):
+for _function in nn_builtins("gelu silu silu_ mish softplus hardtanh hardswish leaky_relu elu"):
     RULES[_function] = pointwise
 
 
@@ -101,13 +103,24 @@ def _data(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return args[0].like(args[0].local.data)
 
 
-@rule(*getter("is_cuda", "is_cpu", "is_meta", "is_sparse", "is_quantized", "is_nested", "layout", "itemsize", "is_leaf"))
-@rule(*getter("is_mps", "is_xpu", "is_mkldnn", "is_complex", "names", "nbytes", "_version", "output_nr", "retains_grad"))
+@rule(
+    *getter("is_cuda", "is_cpu", "is_meta", "is_sparse", "is_quantized", "is_nested", "layout", "itemsize", "is_leaf")
+)
+@rule(
+    *getter("is_mps", "is_xpu", "is_mkldnn", "is_complex", "names", "nbytes", "_version", "output_nr", "retains_grad")
+)
 @rule(*functions("is_floating_point is_complex element_size is_contiguous is_pinned is_inference get_device is_signed"))
 @rule(*functions("is_same_size retain_grad result_type"))
 def _of_the_part(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     local = tuple(value.local if type(value) is Sharded else value for value in args)
     return func(*local, **kwargs)
+
+
+@rule(Tensor.register_hook, Tensor.register_post_accumulate_grad_hook, torch.autograd.grad)
+@rule(*functions("share_memory_ set_ resize_ data_ptr storage untyped_storage"))
+def _refused(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """On a gathered copy these would do nothing, without a word."""
+    raise refusal(function_name(func))
 
 
 @rule(*getter("grad"))
@@ -119,7 +132,7 @@ def _gradient(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 @rule(Tensor.requires_grad_)
 def _requires_grad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     args[0].local.requires_grad_(*args[1:], **kwargs)
-    with torch._C.DisableTorchFunctionSubclass():
+    with without_torch_function():
         func(*args, **kwargs)
     return args[0]
 

@@ -36,10 +36,10 @@ def plain_input(value: Tensor, runtime: Runtime, why: str) -> Tensor:
         return entered(value, runtime, why)
     if not (torch.is_grad_enabled() and value.requires_grad):
         return value.gathered(why)
-    known = value.__dict__.get("_entered")
+    known = value.entered_whole
     if known is None:  # shared by queries, keys and values, like `entered`
         known = collectives.gather_for_parts(value.local, value.split_dim, value.parts, runtime.group, why)
-        value._entered = known
+        value.entered_whole = known
     return known
 
 
@@ -163,7 +163,9 @@ def _einsum(func: Any, args: Args, kwargs: Kwargs) -> Any:
     letters = [[ord(letter) for letter in names] for names in inputs.split(",")]
     if any(len(set(names)) != len(names) for names in letters):
         return NotImplemented
-    return _product(lambda *tensors: torch.einsum(equation, *tensors), list(operands), letters, [ord(c) for c in output])
+    return _product(
+        lambda *tensors: torch.einsum(equation, *tensors), list(operands), letters, [ord(c) for c in output]
+    )
 
 
 def _product(func: Any, operands: list[Tensor], letters: list[list[int]], output: list[int]) -> Any:

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from lightning_4d.parallel.tensor import group as collectives
 from lightning_4d.parallel.tensor.pointwise import aligned
-from lightning_4d.parallel.tensor.sharded import Sharded, entered, functions, rule
 from lightning_4d.parallel.tensor.shapes import normal
+from lightning_4d.parallel.tensor.sharded import Sharded, entered, functions, rule
 
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]

@@ -12,7 +12,7 @@ from torch import Tensor
 from lightning_4d.parallel.tensor.pointwise import aligned
 from lightning_4d.parallel.tensor.sharded import Sharded, find_sharded, functions, getter, rule
 
-Args = tuple[Any, ...]
+Args = Any  # a tuple
 Kwargs = dict[str, Any]
 
 

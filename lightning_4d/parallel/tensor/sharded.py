@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.overrides import resolve_name
 
+from lightning_4d._torch_private import make_wrapper, without_torch_function
 from lightning_4d.errors import UnsupportedError, explain
 from lightning_4d.parallel.tensor import group as collectives
 from lightning_4d.parallel.tensor.group import TensorGroup
@@ -29,6 +30,9 @@ RULES: dict[Any, Rule] = {}
 """By the function as ``__torch_function__`` gets it. A rule returns NotImplemented where it needs the whole tensor."""
 
 _ENTERED = "_lightning_4d_entered"
+
+
+_grad_fn: Any = Tensor.grad_fn.__get__  # pyright: ignore[reportOptionalMemberAccess, reportAttributeAccessIssue]
 
 
 class Runtime:
@@ -85,19 +89,28 @@ class Sharded(Tensor):
     parts: int
     runtime: Runtime
     origin: frozenset[str]
+    _sizes: torch.Size
+    entered_whole: Tensor | None
+    """The whole tensor for use with parts, once something has used it so: gradients are then summed once."""
+    whole: Tensor | None
+    """The whole tensor, once something has asked for it and if it needs no gradient."""
 
     @staticmethod
     def __new__(
-        cls, local: Tensor, dim: int, parts: int, runtime: Runtime, origin: frozenset[str] = frozenset()
+        cls: type[Sharded],
+        local: Tensor,
+        dim: int,
+        parts: int,
+        runtime: Runtime,
+        origin: frozenset[str] = frozenset(),
     ) -> Sharded:
         """Make a tensor without memory of its own."""
         sizes = list(local.shape)
         sizes[dim] *= runtime.group.size
-        made = torch.Tensor._make_wrapper_subclass(
-            cls, sizes, dtype=local.dtype, device=local.device, requires_grad=local.requires_grad
-        )
+        made = make_wrapper(cls, sizes, local)
         made.local, made.split_dim, made.parts, made.runtime, made.origin = local, dim, parts, runtime, origin
         made._sizes = torch.Size(sizes)
+        made.entered_whole = made.whole = None
         return made
 
     # What user code reads most often, without the way through __torch_function__.
@@ -148,20 +161,19 @@ class Sharded(Tensor):
     def gathered(self, why: str = "whole tensor") -> Tensor:
         """Return the whole tensor. Which ranks must call: all of the group."""
         self.check()
-        cached = self.__dict__.get("_whole")
-        if cached is not None:
-            return cached
+        if self.whole is not None:
+            return self.whole
         whole = collectives.gather(self.local, self.split_dim, self.parts, self.runtime.group, why)
         if not whole.requires_grad and not self.runtime.sequence_parallel:
-            self._whole = whole  # metrics ask several times
+            self.whole = whole  # metrics ask several times
         return whole
 
     def check(self) -> None:
         """Refuse a tensor that a custom autograd Function returned: it has lost the way to this rank's part."""
-        with torch._C.DisableTorchFunctionSubclass():
-            lost = torch.Tensor.grad_fn.__get__(self) is not None  # pyright: ignore[reportAttributeAccessIssue]
+        with without_torch_function():
+            lost = _grad_fn(self) is not None
         if lost:
-            raise _function_refused()
+            raise refusal()
 
     @classmethod
     def __torch_function__(
@@ -184,14 +196,14 @@ class Sharded(Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Refuse: below ``__torch_function__`` the way of the gradient would be lost."""
-        raise _function_refused(f"{func}")
+        raise refusal(f"{func}")
 
 
 def _is_ours(kind: type) -> bool:
     if kind is Sharded or kind is Tensor:
         return True
     theirs = getattr(kind.__torch_function__, "__func__", None)  # None: torch's way to have none, as in nn.Parameter
-    return theirs is None or theirs is Tensor.__torch_function__.__func__  # pyright: ignore
+    return theirs is None or theirs is getattr(Tensor.__torch_function__, "__func__", None)
 
 
 def rule(*functions: Any) -> Callable[[Rule], Rule]:
@@ -232,7 +244,7 @@ def on_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             )
         )
     if any(type(value) is Sharded for value in kwargs.values()) and type(kwargs.get("out")) is Sharded:
-        raise _function_refused(f"{function_name(func)}(out=...)")
+        raise refusal(f"{function_name(func)}(out=...)")
 
     def whole(value: Any) -> Any:
         if type(value) is Sharded:
@@ -276,7 +288,7 @@ def entered(tensor: Tensor, runtime: Runtime, why: str) -> Tensor:
         return known[2]
     result = collectives.enter(tensor, runtime.group, why)
     if tensor.grad_fn is not None:  # a leaf would keep its graph alive for ever
-        tensor.__dict__[_ENTERED] = (tensor._version, runtime, result)
+        vars(tensor)[_ENTERED] = (tensor._version, runtime, result)
     return result
 
 
@@ -300,7 +312,7 @@ def whole_values(value: Any) -> Any:
     return value
 
 
-def _updated(value: Any, items: dict[Any, Any]) -> Any:
+def _updated(value: Any, items: Any) -> Any:
     """A dict of another class (a Hugging Face model output) with these items, in place."""
     for key, item in items.items():
         value[key] = item
@@ -330,7 +342,8 @@ def _user_line() -> tuple[str, int]:
     return "unknown", 0
 
 
-def _function_refused(what: str = "a custom torch.autograd.Function, or code below torch's functions") -> Exception:
+def refusal(what: str = "a custom torch.autograd.Function, or code below torch's functions") -> UnsupportedError:
+    """The error for what parts cannot be given to."""
     return UnsupportedError(
         explain(
             f"{what} got a tensor that is in parts over the tensor-parallel ranks ({_place()})",

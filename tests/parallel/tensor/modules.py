@@ -124,9 +124,7 @@ class Llama(SyntheticModule):
         super().__init__(batch_size, samples, lr)
         self.vocab, self.length, self.loss_options = vocab, length, loss_options or {}
         self.tok_embeddings = nn.Embedding(vocab, dim)
-        self.layers = nn.ModuleList(
-            LlamaBlock(dim, heads, kv_heads, qk_norm, fused, parallel) for _ in range(layers)
-        )
+        self.layers = nn.ModuleList(LlamaBlock(dim, heads, kv_heads, qk_norm, fused, parallel) for _ in range(layers))
         self.norm = RMSNorm(dim)
         self.output = nn.Linear(dim, vocab, bias=False)
         if tied:
