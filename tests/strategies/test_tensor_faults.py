@@ -7,13 +7,11 @@ from functools import partial
 from typing import Any
 from unittest import mock
 
-import pytest
 import torch
 from torch import Tensor
 
 from lightning_4d import NDStrategy, TPStrategy
 from lightning_4d.parallel.tensor.group import TensorGroup
-from lightning_4d.parallel.tensor.parameters import Split
 from tests.harness import Recording, compare, reference, train
 from tests.parallel.tensor.modules import Llama
 
@@ -23,7 +21,7 @@ WHY = {
     "input gradient of a column-wise product": ("column-wise", True),
     "vocabulary-parallel embedding": ("vocabulary-parallel", False),
     "largest logit and sums of the loss": ("cross-entropy", False),
-    "gradient of keys that are cut": ("Tensor.", True),
+    "gradient of keys that are cut": ("a product with parts", True),
     "gradient of a norm's parameter": ("mul", True),
 }
 
@@ -45,12 +43,6 @@ def without(pattern: str, backward: bool) -> Recording:
         return train(MODEL, TPStrategy, steps=1)
 
 
-def without_parts() -> Recording:
-    """Divide a fused weight as if it were one part."""
-    with mock.patch.object(Split, "parts", 1, create=True):
-        return train(partial(Llama, layers=1, fused=True), TPStrategy, steps=1)
-
-
 def all_faults() -> dict[str, Recording]:
     return {name: without(*which) for name, which in WHY.items()}
 
@@ -59,9 +51,15 @@ def test_dropping_any_collective_turns_the_comparison_red(pool):
     expected = reference(pool, 1, MODEL, steps=1)[0]
     compare(pool.run(2, train, MODEL, TPStrategy, steps=1)[0], expected, rtol=1e-10)
     for name, actual in pool.run(2, all_faults)[0].items():
-        with pytest.raises(AssertionError, match="differences; allowed"):
-            compare(actual, expected, rtol=1e-6)
-            print(f"{name} is not needed?")
+        assert is_red(actual, expected), f"without the {name} the numbers are still right"
+
+
+def is_red(actual: Recording, expected: Recording) -> bool:
+    try:
+        compare(actual, expected, rtol=1e-6)
+    except AssertionError:
+        return True
+    return False
 
 
 def counted(make: Callable[[], Any], strategy: Any) -> list[dict[str, int]]:

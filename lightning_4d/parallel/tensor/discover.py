@@ -9,6 +9,7 @@ whole. A wrong guess here costs time, never numbers: the rules gather what they 
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -63,7 +64,20 @@ def find_plan(root: nn.Module, blocks: Sequence[Block], size: int) -> TensorPlan
         plan.choices |= vocabulary_choices(root, blocks, size)
     if all(choice.style == "replicate" for choice in plan.choices.values()):
         raise _nothing_divides(root, blocks, size, plan)
+    _warn_of_whole_blocks(root, plan)
     return plan
+
+
+def _warn_of_whole_blocks(root: nn.Module, plan: TensorPlan) -> None:
+    """Only the vocabulary is divided: right, and hardly faster."""
+    reasons = {choice.why for choice in plan.choices.values() if choice.style == "replicate"}
+    if {choice.style for choice in plan.choices.values()} <= {"replicate", "vocab"} and reasons:
+        warnings.warn(
+            f"tensor_parallel_plan='auto' divides only the vocabulary of {type(root).__name__} over {plan.size} ranks: "
+            f"{min(reasons)}. Every rank computes all layers. Give tensor_parallel_plan={{module pattern: style}}, "
+            "such as {'blocks.*.mlp.up': 'colwise', 'blocks.*.mlp.down': 'rowwise'}",
+            stacklevel=2,
+        )
 
 
 def _kinds(blocks: Sequence[Block]) -> Iterator[tuple[Block, dict[str, Any]]]:
@@ -253,12 +267,13 @@ def _refine(
                 if choice.style != "replicate":
                     choices[name] = Choice("replicate", f"divided, the block fails: {found.error}")
             return
-        culprit = _culprit(found, state)
-        if culprit is None:
+        culprits = _culprits(found, state)
+        if not culprits:
             return
-        name, function = culprit
-        if not _divides_in_parts(state, name, len(found.gathered)):
-            choices[name] = Choice("replicate", f"its output in parts does not suit {function}")
+        if any(_divides_in_parts(state, name, len(found.gathered)) for name in culprits):
+            continue
+        name = _best_left_whole(state, list(culprits))
+        choices[name] = Choice("replicate", f"its output in parts does not suit {culprits[name]}")
     _leave_uneven(state)
 
 
@@ -276,14 +291,28 @@ def _leave_uneven(state: _State) -> None:
             state.choices[name] = Choice("replicate", f"{uneven[0]} do not divide by {state.size}")
 
 
-def _culprit(found: Simulation, state: _State) -> tuple[str, str] | None:
-    """The divided layer behind the first whole tensor, and what needed it; a row-wise layer only if it is alone."""
+def _culprits(found: Simulation, state: _State) -> dict[str, str]:
+    """The divided layers behind whole tensors, in the order of the run, and what needed these first."""
+    culprits: dict[str, str] = {}
     for function, origin in found.gathered:
         for parameter in sorted(origin):
             name = next((n for n in state.choices if parameter.startswith(f"{n}.") or n == ""), None)
             if name is not None and state.choices[name].style != "replicate":
-                return name, function
-    return None
+                culprits.setdefault(name, function)
+    return culprits
+
+
+def _best_left_whole(state: _State, names: Sequence[str]) -> str:
+    """The layer that leaves the fewest whole tensors when it is whole itself; the first of several."""
+    if len(names) == 1:
+        return names[0]
+    remaining = []
+    for name in names:
+        before = state.choices[name]
+        state.choices[name] = Choice("replicate", "tried")
+        remaining.append(len(state.run().gathered))
+        state.choices[name] = before
+    return names[remaining.index(min(remaining))]
 
 
 def _divides_in_parts(state: _State, name: str, gathers: int) -> bool:

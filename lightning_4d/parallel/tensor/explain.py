@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -13,7 +12,7 @@ from lightning_4d import _torch_private as private
 from lightning_4d.parallel.blocks import Block
 from lightning_4d.parallel.tensor.discover import blocks_to_run
 from lightning_4d.parallel.tensor.inputs import calls_of_blocks
-from lightning_4d.parallel.tensor.plan import Choice, TensorPlan
+from lightning_4d.parallel.tensor.plan import Choice, TensorPlan, starred
 from lightning_4d.parallel.tensor.simulate import Simulation, simulate
 from lightning_4d.utilization.isolation import faked
 
@@ -76,7 +75,7 @@ def divisions(root: nn.Module, plan: TensorPlan) -> list[Division]:
             if split is not None:
                 local[split.dim] //= plan.size
             shapes[key] = (tuple(parameter.shape), tuple(local))
-        kind = (re.sub(r"\d+", "*", name), style, re.sub(r"\d+", "*", why), str(shapes))
+        kind = (starred(name), style, starred(why), str(shapes))
         count = found[kind].count + 1 if kind in found else 1
         found[kind] = Division(kind[0], style, why, shapes, count)
     return list(found.values())

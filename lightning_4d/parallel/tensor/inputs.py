@@ -32,7 +32,7 @@ def calls_of_blocks(root: nn.Module, blocks: Sequence[Block]) -> dict[str, Call]
         calls = _captured(root, blocks)
     for block in blocks:
         if block.name not in calls:
-            found = _guessed(block.module)
+            found = _for_model(block.module) if block.module is root else _guessed(block.module)
             if found is not None:
                 calls[block.name] = found
     return calls
@@ -110,6 +110,17 @@ def _hidden(module: nn.Module, *shape: int) -> Tensor:
     parameter = next((p for p in module.parameters() if p.is_floating_point()), None)
     dtype = torch.float32 if parameter is None else parameter.dtype
     return torch.zeros(shape, dtype=dtype).requires_grad_()
+
+
+def _for_model(module: nn.Module) -> Call | None:
+    """Inputs of a whole model that is one block."""
+    for args, kwargs in _model_inputs(module):
+        try:
+            module(*args, **kwargs)
+        except Exception:
+            continue
+        return Call(args, kwargs)
+    return None
 
 
 def _guessed(module: nn.Module) -> Call | None:

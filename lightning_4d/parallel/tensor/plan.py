@@ -154,14 +154,23 @@ def _parsed(pattern: str, text: str) -> tuple[str, int | None]:
     return style, int(number) if number else None
 
 
+def starred(name: str) -> str:
+    """A module name with ``*`` for the numbers of repeated layers.
+
+    >>> starred("layers.11.ln_1")
+    'layers.*.ln_1'
+    """
+    return re.sub(r"(?<![^. ])\d+(?=\.|$)", "*", name)
+
+
 def matches(pattern: str, name: str) -> bool:
     """Whether a pattern, in which ``*`` stands for one segment, is a module's name."""
     return re.fullmatch(re.escape(pattern).replace(r"\*", "[^.]*"), name) is not None
 
 
 def _no_match(pattern: str, names: Iterable[str]) -> UnsupportedError:
-    divisible = sorted({re.sub(r"\d+", "*", name) for name in names if name})
-    near = difflib.get_close_matches(re.sub(r"\d+", "*", pattern), divisible, n=3, cutoff=0.0)
+    divisible = sorted({starred(name) for name in names if name})
+    near = difflib.get_close_matches(starred(pattern), divisible, n=3, cutoff=0.0)
     return UnsupportedError(
         explain(
             f"tensor_parallel_plan has the pattern {pattern!r}, which matches no module",

@@ -12,7 +12,14 @@ from examples.train_gpt import GPT
 from lightning_4d.cli import main
 from lightning_4d.errors import UnsupportedError
 from lightning_4d.parallel.blocks import find_blocks
-from lightning_4d.parallel.tensor import block_collectives, divisions, explicit_plan, find_plan, whole_fraction
+from lightning_4d.parallel.tensor import (
+    TensorPlan,
+    block_collectives,
+    divisions,
+    explicit_plan,
+    find_plan,
+    whole_fraction,
+)
 from tests.modules import EncoderStack, TinyGPT, ViT, WithBuffers
 from tests.parallel.tensor.modules import Llama, NanoGPT, Perceptron
 
@@ -60,12 +67,16 @@ def test_norms_of_queries_and_keys_add_their_own_small_reductions():
     assert collectives(Llama(qk_norm="head")) == (IDEAL, {"all_reduce": 4})
 
 
+def found_plan(module: nn.Module, size: int) -> TensorPlan:
+    return find_plan(module, find_blocks(module), size)
+
+
 def styles(module: nn.Module, size: int) -> dict[str, str]:
-    return {name: choice.style for name, choice in find_plan(module, find_blocks(module), size).choices.items()}
+    return {name: choice.style for name, choice in found_plan(module, size).choices.items()}
 
 
 def test_fused_weights_are_divided_by_parts():
-    plan = find_plan(NanoGPT(), find_blocks(NanoGPT()), 2)
+    plan = found_plan(NanoGPT(), 2)
     assert plan.choices["h.0.attn.c_attn"].style == "fused_colwise"
     assert plan.choices["h.0.attn.c_attn"].parts == 3
     assert plan.choices["lm_head"].why == "vocabulary of 24, tied to wte"
@@ -76,11 +87,14 @@ def test_fused_weights_are_divided_by_parts():
 
 
 def test_what_does_not_divide_is_left_whole_with_a_reason():
-    found = find_plan(Llama(), find_blocks(Llama()), 4)  # 2 heads of keys over 4 ranks
+    found = found_plan(Llama(), 4)  # 2 heads of keys over 4 ranks
     assert found.choices["layers.0.attention.wq"].style == "colwise"
     assert found.choices["layers.0.attention.wk"].style == "replicate"
+    one_key = styles(Llama(kv_heads=1), 2)
+    assert one_key["layers.0.attention.wq"] == "colwise"
+    assert one_key["layers.0.attention.wv"] == "replicate"
     assert styles(TinyGPT(vocab=31), 2)["embedding"] == "replicate"
-    assert "does not divide by 2" in find_plan(TinyGPT(vocab=31), find_blocks(TinyGPT()), 2).choices["head"].why
+    assert "does not divide by 2" in found_plan(TinyGPT(vocab=31), 2).choices["head"].why
     odd = styles(TinyGPT(dim=48, heads=3), 2)
     assert odd["blocks.0.attention.qkv"] == odd["blocks.0.attention.out"] == "replicate"
     assert odd["blocks.0.mlp.0"] == "colwise"
@@ -88,7 +102,7 @@ def test_what_does_not_divide_is_left_whole_with_a_reason():
 
 def test_nothing_to_divide_is_refused_with_sizes_that_work():
     with pytest.raises(UnsupportedError, match=r"tensor_parallel_size=3 for TinyGPT.*use tensor_parallel_size=2 or 4"):
-        find_plan(TinyGPT(), find_blocks(TinyGPT()), 3)
+        found_plan(TinyGPT(), 3)
     with pytest.raises(UnsupportedError, match="batch_norm"):
         find_plan(WithBuffers(), [], 2)
 
