@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Generator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -41,16 +44,24 @@ from lightning_4d.layout import ParallelLayout
 from lightning_4d.mesh import Mesh
 from lightning_4d.parallel.blocks import find_blocks
 from lightning_4d.parallel.data import DataParallel, DataParallelOptions, MetaInitialization, shard, sharded
+from lightning_4d.parallel.gradients import Elsewhere
+from lightning_4d.parallel.pipeline.engine import Pipeline
+from lightning_4d.parallel.recompute import StageRuns
 from lightning_4d.parallel.tensor import TensorOptions, TensorParallel, applied, divide
+from lightning_4d.strategies import random_state
 from lightning_4d.strategies.checkpointing import CheckpointTranslator
+from lightning_4d.strategies.data_position import seed_workers
 from lightning_4d.strategies.evaluation import EvaluationBalance
 from lightning_4d.strategies.failure import Failure
+from lightning_4d.strategies.pipeline_metrics import reduce_over
+from lightning_4d.strategies.pipeline_steps import PipelineOptions, PipelineSteps
 from lightning_4d.strategies.precision import adapt_precision_plugin
 from lightning_4d.strategies.support import (
     converts_to,
     refuse_changed_model,
     refuse_flattening,
     refuse_foreign_parameters,
+    refuse_in_pipeline,
     refuse_lost_metrics,
     refuse_unsupported,
 )
@@ -59,9 +70,9 @@ Size = int | Literal["auto"]
 
 
 class NDStrategy(ParallelStrategy):
-    """Train an ordinary LightningModule on any layout of data axes, with the numbers of plain DDP.
+    """Train an ordinary LightningModule on any layout of data, tensor and pipeline axes, with the numbers of plain DDP.
 
-    Sizes of context and pipeline parallelism other than 1 are refused until they are supported.
+    Context parallelism, and tensor parallelism together with pipelines, are refused until they are supported.
 
     Args:
         data_parallel_replicate_size: ranks that hold the same shard; gradients are all-reduced among them.
@@ -74,7 +85,13 @@ class NDStrategy(ParallelStrategy):
             ``"auto"`` finds them.
         compile_blocks: compile the forward of each block by ``torch.compile``.
         reshard_after_forward: free gathered parameters of a block between its forward and its backward; ``"auto"``:
-            when the shard size is above 1.
+            when the shard size is above 1; with pipeline stages, where microbatches follow each other, not.
+        pipeline_schedule: ``gpipe``, ``1f1b``, ``interleaved_1f1b``, ``looped_bfs``, ``interleaved_zero_bubble``,
+            ``zbv`` or ``dualpipev``, also in torch's spellings.
+        num_microbatches: how many pieces of a batch pass through the pipeline stages; ``"auto"``: as many as suit the
+            schedule and the batch.
+        pipeline_split: the first block of each pipeline stage, by name or number; ``"auto"``: by cost.
+        loss_reduction: how the losses of microbatches make the batch's loss; ``"auto"`` finds out.
         tensor_parallel_plan: ``"auto"`` finds how layers are divided over ``tensor_parallel_size`` ranks
             (``lightning-4d explain`` prints it); or ``{module pattern: style}``, such as
             ``{"blocks.*.mlp.up": "colwise", "blocks.*.mlp.down": "rowwise"}``.
@@ -100,6 +117,10 @@ class NDStrategy(ParallelStrategy):
         blocks: str | list[str] = "auto",
         compile_blocks: bool = False,
         reshard_after_forward: bool | Literal["auto"] = "auto",
+        pipeline_schedule: str = "1f1b",
+        num_microbatches: int | Literal["auto"] = "auto",
+        pipeline_split: Literal["auto"] | list[str] | list[int] = "auto",
+        loss_reduction: Literal["auto", "mean", "sum"] = "auto",
         tensor_parallel_plan: Mapping[str, str] | Literal["auto"] = "auto",
         sequence_parallel: bool = False,
         save_distributed_checkpoint: bool = True,
@@ -114,6 +135,7 @@ class NDStrategy(ParallelStrategy):
             "context_parallel_size": context_parallel_size,
             "tensor_parallel_size": tensor_parallel_size,
         }
+        for name in ("context_parallel_size", "tensor_parallel_size"):
         for name in ("pipeline_parallel_size", "context_parallel_size"):
             _refuse_axis(name, self._sizes[name])
         self._blocks = blocks
@@ -127,6 +149,8 @@ class NDStrategy(ParallelStrategy):
         self._mesh: Mesh | None = None
         self._data: DataParallel | None = None  # None again while a run has not reached set-up
         self._initialization = MetaInitialization()
+        options = PipelineOptions(pipeline_schedule, num_microbatches, pipeline_split, loss_reduction)
+        self._pipeline = PipelineSteps(self, options)
         self._checkpoints = CheckpointTranslator(self, distributed=save_distributed_checkpoint)
         self._failure = Failure(self)
         self._evaluation = EvaluationBalance(self)
@@ -255,8 +279,11 @@ class NDStrategy(ParallelStrategy):
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
         refuse_unsupported(trainer, self)
+        if self.has_stages:
+            refuse_in_pipeline(trainer)
         self._checkpoints.agree_on_path()
-        self._data = self._shard()
+        random_state.share(self.mesh, self.layout)
+        self._data = self._shard(trainer)
         self._checkpoints.load_pending_model()
         _allow_autograd_after_evaluation(trainer)
         self.barrier("setup")
@@ -266,8 +293,8 @@ class NDStrategy(ParallelStrategy):
         if trainer.state.fn == TrainerFn.FITTING:
             _optimizers_to_device(self.optimizers, self.root_device)
 
-    def _shard(self) -> DataParallel:
-        """Apply the axes in their order: here the data axes alone."""
+    def _shard(self, trainer: Trainer) -> DataParallel:
+        """Apply the axes in their order: pipeline stages, tensor plan, data axes."""
         module = self._module
         existing = sharded(module)
         if existing is not None and (existing.units or applied(module) is not None):
@@ -279,14 +306,14 @@ class NDStrategy(ParallelStrategy):
         if self._layer_sync is not None:
             self.model = self._layer_sync.apply(self.model)
         blocks = find_blocks(module, self._blocks)
-        self._tensor = divide(module, blocks, self.mesh, self._tensor_options)
-        distribute = None if self._tensor is None else self._tensor.distribute
-        data = shard(module, blocks, self.mesh, self.root_device, self._options, self._initialization, distribute)
-        if self._tensor is not None:
-            self._tensor.open_boundaries(data.units)
+        for name in ("context_parallel_size",):
         data.converted_to = converts_to(self.precision_plugin)
         self.model_to_device()  # what is neither parameter nor buffer: metric states
         data.settle()
+        if self.layout.model_parallel_size > 1:
+            reduce_over(module, self.mesh.data_parallel_group)
+        if self.has_stages:
+            self._pipeline.attach(module)
         return data
 
     @override
@@ -308,7 +335,42 @@ class NDStrategy(ParallelStrategy):
     @override
     def setup_precision_plugin(self) -> None:
         super().setup_precision_plugin()
-        adapt_precision_plugin(self.precision_plugin, self.data)
+        adapt_precision_plugin(self.precision_plugin, self.data, self._elsewhere)
+
+    @property
+    def has_stages(self) -> bool:
+        """Whether the blocks are divided into pipeline stages."""
+        return self.layout.pipeline_parallel_size > 1
+
+    @property
+    def pipeline(self) -> Pipeline:
+        """The pipeline stages of this rank, from set-up on; only where there are some."""
+        return self._pipeline.pipeline
+
+    @property
+    def pipeline_schedule(self) -> str:
+        """The name of the pipeline schedule."""
+        return self._pipeline.schedule
+
+    @property
+    def stage_runs(self) -> StageRuns | None:
+        """What activation checkpointing has to know of pipeline stages; None without them."""
+        return self._pipeline.stage_runs() if self.has_stages else None
+
+    @property
+    def gathers_for_stage(self) -> bool:
+        """Whether this rank gathers what its pipeline stages hold for a single-file checkpoint."""
+        coordinate = self.mesh.coordinate
+        return all(coordinate[axis] == 0 for axis in coordinate if axis != "pp")
+
+    def saved_elsewhere(self) -> set[str]:
+        """Names of the state dict that another pipeline rank saves."""
+        return self._pipeline.saved_elsewhere(self._module) if self.has_stages else set()
+
+    def _elsewhere(self) -> Elsewhere | None:
+        if not self.has_stages:
+            return None
+        return Elsewhere(self.mesh["pp"].get_group(), self._pipeline.counted_elsewhere())
 
     @property
     def _module(self) -> LightningModule:
@@ -319,6 +381,7 @@ class NDStrategy(ParallelStrategy):
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
+        seed_workers(dataloader, self.data_parallel_rank)
         return self._checkpoints.resumable(dataloader)
 
     @override
@@ -327,6 +390,8 @@ class NDStrategy(ParallelStrategy):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        if self.has_stages:
+            return self._pipeline.training_step(*args)
         with self.precision_plugin.train_step_context():
             return self.data.run_training_step(self._step(self._module.training_step), *args, **kwargs)
 
@@ -336,18 +401,27 @@ class NDStrategy(ParallelStrategy):
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        if self.has_stages:
+            return self._run_stages("validation_step", self.precision_plugin.val_step_context, *args)
         with self.precision_plugin.val_step_context():
             return self._evaluation.run(self._step(self._module.validation_step), *args, **kwargs)
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        if self.has_stages:
+            return self._run_stages("test_step", self.precision_plugin.test_step_context, *args)
         with self.precision_plugin.test_step_context():
             return self._evaluation.run(self._step(self._module.test_step), *args, **kwargs)
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        if self.has_stages:
+            return self._run_stages("predict_step", self.precision_plugin.predict_step_context, *args)
         with self.precision_plugin.predict_step_context():
             return self._evaluation.run(self._step(self._module.predict_step), *args, **kwargs)
+
+    def _run_stages(self, name: str, context: Callable[[], AbstractContextManager[Any]], *args: Any) -> Any:
+        return self._evaluation.run(partial(self._pipeline.evaluation_step, name, context), *args)
 
     @override
     def on_validation_start(self) -> None:
@@ -477,6 +551,18 @@ class NDStrategy(ParallelStrategy):
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
         self.accelerator.teardown()
+
+
+def _refuse_together(layout: ParallelLayout) -> None:
+    """Stages run blocks one by one; that is not yet tried with divided layers."""
+    if layout.tensor_parallel_size > 1:
+        raise UnsupportedError(
+            explain(
+                f"layout {layout}",
+                "pipeline and tensor parallelism do not work together yet",
+                "use one of them, with data parallelism",
+            )
+        )
 
 
 def _refuse_axis(name: str, size: Size) -> None:

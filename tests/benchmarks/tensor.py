@@ -128,9 +128,7 @@ class Clock(Callback):
         local = [p.to_local() if isinstance(p, DTensor) else p for p in model.parameters()]
         seconds = [b - a for a, b in zip(self._ends[WARM_UP - 1 : -1], self._ends[WARM_UP:])]
         return {
-            "processor": statistics.median(
-                b - a for a, b in zip(self._used[WARM_UP - 1 : -1], self._used[WARM_UP:])
-            ),
+            "processor": statistics.median(b - a for a, b in zip(self._used[WARM_UP - 1 : -1], self._used[WARM_UP:])),
             "seconds": min(seconds, default=0.0),  # the least disturbed step
             "collectives": dict(counts),
             "parameters": sum(p.numel() for p in local),
