@@ -135,8 +135,7 @@ class NDStrategy(ParallelStrategy):
             "context_parallel_size": context_parallel_size,
             "tensor_parallel_size": tensor_parallel_size,
         }
-        for name in ("context_parallel_size", "tensor_parallel_size"):
-        for name in ("pipeline_parallel_size", "context_parallel_size"):
+        for name in ("context_parallel_size",):
             _refuse_axis(name, self._sizes[name])
         self._blocks = blocks
         self._options = DataParallelOptions(reshard_after_forward=reshard_after_forward, compile_blocks=compile_blocks)
@@ -306,7 +305,17 @@ class NDStrategy(ParallelStrategy):
         if self._layer_sync is not None:
             self.model = self._layer_sync.apply(self.model)
         blocks = find_blocks(module, self._blocks)
-        for name in ("context_parallel_size",):
+        released, options = None, self._options
+        if self.has_stages:
+            _refuse_together(self.layout)
+            self._pipeline.plan(trainer, module, blocks)
+            released = self._pipeline.released(module)
+            options = replace(options, reshard_after_forward=options.reshard_after_forward is True)
+        self._tensor = divide(module, blocks, self.mesh, self._tensor_options)
+        distribute = None if self._tensor is None else self._tensor.distribute
+        data = shard(module, blocks, self.mesh, self.root_device, options, self._initialization, released, distribute)
+        if self._tensor is not None:
+            self._tensor.open_boundaries(data.units)
         data.converted_to = converts_to(self.precision_plugin)
         self.model_to_device()  # what is neither parameter nor buffer: metric states
         data.settle()
