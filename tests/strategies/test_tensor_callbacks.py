@@ -15,14 +15,14 @@ from tests.callbacks.test_mfu_monitor import PEAK, fit, monitor, per_step
 from tests.harness import compare, reference, train
 from tests.modules import EncoderStack
 from tests.parallel.tensor.modules import Llama, NanoGPT
-from tests.strategies.test_tensor_parity import check
+from tests.strategies.test_tensor_parity import check, slow
 
 SEQUENCE = {"sequence_parallel": True}
 
 
 @pytest.mark.parametrize(
     ("module", "shard"),
-    [(NanoGPT, 1), (NanoGPT, 2), (Llama, 2), (partial(EncoderStack, layers=2), 1)],
+    [slow(NanoGPT, 1), (NanoGPT, 2), slow(Llama, 2), slow(partial(EncoderStack, layers=2), 1)],
     ids=["nano", "nano sharded", "llama", "encoder"],
 )
 def test_sequence_parallelism(pool, module, shard):
@@ -41,8 +41,8 @@ def selective() -> list[Callback]:
     return [ActivationCheckpointing("selective")]
 
 
-@pytest.mark.parametrize("callbacks", [full, sqrt, selective])
-@pytest.mark.parametrize("options", [{}, SEQUENCE], ids=["plain", "sequence"])
+@pytest.mark.parametrize("callbacks", [slow(full), slow(sqrt), selective])
+@pytest.mark.parametrize("options", [{}, slow(SEQUENCE)], ids=["plain", "sequence"])
 def test_activation_checkpointing(pool, callbacks, options):
     # With dropout: a recompute has to draw the same masks, on parts too.
     module = partial(NanoGPT, layers=4, dropout=0.2)
@@ -82,6 +82,7 @@ def measured(tp: int, shard: int) -> tuple[float, float, float]:
     return model, hardware, per_step(watching.metrics, "tokens_per_second")
 
 
+@pytest.mark.slow
 def test_flops_and_tokens_are_those_of_the_model(pool):
     model, hardware, tokens = pool.run(1, measured, 1, 1)[0]
     for tp, shard in ((2, 1), (2, 2)):
