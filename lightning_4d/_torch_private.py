@@ -450,6 +450,10 @@ GROUPED_MM = torch.ops.aten._grouped_mm
 # ----------------------------------------------------------------------------------------------------------------------
 
 
+HAS_STRIDED_SHARDS = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 13)
+"""Whether DTensor understands :func:`strided_shard` beside the shards of other axes; torch 2.11 refuses to make it."""
+
+
 def strided_shard(dim: int, parts: int) -> Any:
     """Return the placement of a tensor whose ``dim`` consists of equal parts, each sharded by itself.
 

@@ -287,7 +287,9 @@ def _leave_uneven(state: _State) -> None:
         ]
         if choice.style == "attention" and isinstance(unit, nn.MultiheadAttention) and unit.num_heads % state.size:
             uneven.append(f"{unit.num_heads} heads")
-        if uneven:
+        if choice.style == "attention" and not private.HAS_STRIDED_SHARDS:
+            state.choices[name] = Choice("replicate", "dividing a fused weight needs torch 2.13")
+        elif uneven:
             state.choices[name] = Choice("replicate", f"{uneven[0]} do not divide by {state.size}")
 
 
@@ -318,7 +320,7 @@ def _best_left_whole(state: _State, names: Sequence[str]) -> str:
 def _divides_in_parts(state: _State, name: str, gathers: int) -> bool:
     """Whether the layer's output consists of parts side by side; if so, choose that."""
     before = state.choices[name]
-    if before.style != "colwise":
+    if before.style != "colwise" or not private.HAS_STRIDED_SHARDS:
         return False
     length = output_features(state.units[name])
     for parts in _PARTS:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor, nn
 
+from lightning_4d._torch_private import HAS_STRIDED_SHARDS
 from lightning_4d.errors import UnsupportedError, explain
 from lightning_4d.parallel.tensor.parameters import Split
 
@@ -214,6 +215,12 @@ def refuse_uneven(name: str, module: nn.Module, style: str, parts: int, size: in
     Raises:
         UnsupportedError: names the module and the sizes that work.
     """
+    if style in ("fused_colwise", "attention") and not HAS_STRIDED_SHARDS:
+        raise UnsupportedError(
+            explain(
+                f"{name!r} as {style!r}", "a fused weight in parts needs torch 2.13", "update torch, or 'replicate'"
+            )
+        )
     shares = [
         (own, module.get_parameter(own).shape[split.dim], split)
         for own, split in module_splits(module, style, parts).items()
