@@ -76,7 +76,7 @@ class PipelineTimeline(Callback):
             self._draw(trainer)
 
     def _draw(self, trainer: Trainer) -> None:
-        cells = [Cell(*span) for span in self.spans]
+        cells = [Cell(*span) for span in self.spans]  # pyright: ignore[reportArgumentType]  # the kinds are Cell's
         strategy = trainer.strategy
         assert isinstance(strategy, NDStrategy)
         folder = Path(self.dirpath or trainer.log_dir or trainer.default_root_dir)

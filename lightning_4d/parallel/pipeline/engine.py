@@ -181,9 +181,10 @@ class Pipeline:
         found = dict.fromkeys(p for parameters in inside for p in parameters)
         for name, stages in self.parameter_stages.items():
             module, attribute = self._owners[name]
-            if stage in stages and module._parameters[attribute] is not None:
-                found[module._parameters[attribute]] = None
-        return [p for p in found if p is not None and p.requires_grad]
+            parameter = module._parameters[attribute]
+            if stage in stages and parameter is not None:
+                found[parameter] = None
+        return [parameter for parameter in found if parameter.requires_grad]
 
     def _boundaries(
         self, stage: int, records: Sequence[StepRecord], carried: Sequence[Sequence[Sequence[Output]]]

@@ -102,12 +102,14 @@ def _with_sizes(record: StepRecord, sizes: list[int]) -> StepRecord:
 def _map_specs(record: StepRecord, function: Callable[[TensorSpec], TensorSpec]) -> StepRecord:
     blocks = tuple(_map_block(block, function) for block in record.blocks)
     stubs = {
-        name: tuple(
-            pytree.tree_map(lambda leaf: function(leaf) if isinstance(leaf, TensorSpec) else leaf, call) for call in calls
-        )
+        name: tuple(pytree.tree_map(lambda leaf: _mapped(leaf, function), call) for call in calls)
         for name, calls in record.stubs.items()
     }
     return replace(record, blocks=blocks, stubs=stubs)
+
+
+def _mapped(leaf: Any, function: Callable[[TensorSpec], TensorSpec]) -> Any:
+    return function(leaf) if isinstance(leaf, TensorSpec) else leaf
 
 
 def _map_block(block: BlockRecord, function: Callable[[TensorSpec], TensorSpec]) -> BlockRecord:

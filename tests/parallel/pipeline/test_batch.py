@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections import OrderedDict, namedtuple
 from dataclasses import dataclass
 
@@ -42,7 +44,7 @@ def test_every_kind_of_container():
     assert type(pieces[0]["pair"]) is Pair
     assert type(pieces[0]["ordered"]) is OrderedDict
     assert torch.equal(torch.cat([piece["sample"].x for piece in pieces]), batch["sample"].x)
-    assert sum((piece["sample"].names for piece in pieces), []) == batch["sample"].names
+    assert functools.reduce(operator.iadd, (piece["sample"].names for piece in pieces), []) == batch["sample"].names
     for piece in pieces:
         assert piece["table"] is batch["table"]
         assert piece["scale"] is batch["scale"]

@@ -81,8 +81,8 @@ def test_an_argument_that_is_handed_back_is_not_sent():
 
 def test_a_parameter_used_twice_in_a_stage():
     found = record(Net(), TOKENS)
-    assert found.uses_twice(range(0, 1))  # the layer runs its linear twice
-    assert not record(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), torch.ones(1, 4)).uses_twice(range(0, 2))
+    assert found.uses_twice(range(1))  # the layer runs its linear twice
+    assert not record(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), torch.ones(1, 4)).uses_twice(range(2))
 
 
 @pytest.mark.parametrize(("change", "message"), [("twice", "more than once"), ("none", "does not call the block")])

@@ -28,7 +28,7 @@ def actions(name: str, ranks: int, microbatches: int):
 def test_torchs_spellings_are_known():
     names = ["GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"]
     assert [find_schedule(name).name for name in names] == schedule_names()
-    with pytest.raises(UnsupportedError, match="2f2b.*1f1b"):
+    with pytest.raises(UnsupportedError, match=r"2f2b.*1f1b"):
         find_schedule("2f2b")
 
 

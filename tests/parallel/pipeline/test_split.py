@@ -40,5 +40,5 @@ def test_no_division_is_better():
 
 
 def test_fewer_blocks_than_stages():
-    with pytest.raises(UnsupportedError, match="3 blocks for 4 pipeline stages.*at most 3"):
+    with pytest.raises(UnsupportedError, match=r"3 blocks for 4 pipeline stages.*at most 3"):
         divide([1.0] * 3, 4)
