@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 # ----------------------------------------------------------------------------------------------------------------------
 # torch.distributed.fsdp (FSDP2)
@@ -143,8 +144,11 @@ def fsdp_write_back(module: FSDPModule) -> None:
             gathered, shard = param._unsharded_param, param.sharded_param.to_local()
             param.sharded_param.requires_grad_(gathered.requires_grad)
             if param.param_dtype is None and shard.numel() > 0:
-                start = param.padded_sharded_param_size[0] * param.mesh_info.shard_mesh_rank
-                shard.copy_(gathered.detach().narrow(0, start, shard.shape[0]))
+                dim = param.fsdp_placement.dim
+                start = param.padded_sharded_param_size[dim] * param.mesh_info.shard_mesh_rank
+                values = gathered.detach()
+                values = values.to_local() if isinstance(values, DTensor) else values  # divided over other axes too
+                shard.copy_(values.narrow(dim, start, shard.shape[dim]))
 
 
 def fsdp_clear_gradients(module: FSDPModule, owners: set[nn.Module]) -> None:
@@ -239,6 +243,14 @@ def fsdp_restore_class_name(module: nn.Module) -> None:
 def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
     """Flatten all axes of ``mesh`` into one named axis (``DeviceMesh._flatten``: no public spelling up to 2.13)."""
     return mesh._flatten(name)  # pyright: ignore[reportPrivateUsage]
+
+
+def join_meshes(outer: DeviceMesh, inner: DeviceMesh) -> DeviceMesh:
+    """Return the mesh of the axes of both, which are axes of one mesh (``DeviceMesh._concatenate``).
+
+    Reason: FSDP2 builds the mesh of parameters that are divided over other axes so, and optimizers want one mesh.
+    """
+    return DeviceMesh._concatenate([outer, inner])  # pyright: ignore[reportPrivateUsage]
 
 
 def all_arrive(key: str, group: dist.ProcessGroup, patience: timedelta) -> bool:
@@ -386,6 +398,20 @@ def fake_tensor_mode() -> Any:
     return FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv(), static_shapes=True)
 
 
+@contextlib.contextmanager
+def quiet_fake_tensors() -> Iterator[None]:
+    """Without the log of operations that fail on fake tensors: inputs are being tried, and some do not fit.
+
+    Reason: FakeTensorMode logs a traceback as an error before it raises (torch 2.13), to a logger of a private module.
+    """
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    disabled, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = disabled
+
+
 def dispatch_mode(handle: Callable[[Any, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]) -> Any:
     """Return a context manager in which every operation below autograd runs as ``handle(mode, op, args, kwargs)``.
 
@@ -415,6 +441,60 @@ def makes_constant(operation: Any) -> bool:
 CPU_FLASH_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 CPU_FLASH_ATTENTION_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 GROUPED_MM = torch.ops.aten._grouped_mm
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# torch.distributed.tensor
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+HAS_STRIDED_SHARDS = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 13)
+"""Whether DTensor understands :func:`strided_shard` beside the shards of other axes; torch 2.11 refuses to make it."""
+
+
+def strided_shard(dim: int, parts: int) -> Any:
+    """Return the placement of a tensor whose ``dim`` consists of equal parts, each sharded by itself.
+
+    ``_StridedShard``: rank r of n holds the r-th n-th of each part. Reason: a fused projection (queries, keys and
+    values in one weight) is divided by heads, and DTensor has no public placement for it.
+    """
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    return _StridedShard(dim, split_factor=parts)
+
+
+def strided_shard_parts(placement: Any) -> int | None:
+    """The number of parts of a placement made by :func:`strided_shard`, or None for another placement."""
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    return int(placement.split_factor) if isinstance(placement, _StridedShard) else None
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# torch: tensor subclasses
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def make_wrapper(cls: type[Any], sizes: list[int], like: Tensor) -> Any:
+    """Return a tensor of class ``cls`` with ``sizes`` and no memory, of the dtype, device and gradient of ``like``.
+
+    Reason: ``Tensor._make_wrapper_subclass`` is how tensors that stand for others are made (DTensor too), and has no
+    public spelling up to 2.13.
+    """
+    return Tensor._make_wrapper_subclass(  # pyright: ignore[reportAttributeAccessIssue]
+        cls, sizes, dtype=like.dtype, device=like.device, requires_grad=like.requires_grad
+    )
+
+
+without_torch_function = torch._C.DisableTorchFunctionSubclass
+"""A context in which ``__torch_function__`` of subclasses is not called. Its public relatives are for modes (2.13)."""
+
+
+def nn_builtins(names: str) -> list[Any]:
+    """Return the functions of these names, separated by blanks, that ``torch.nn.functional`` itself calls (2.13)."""
+    space = torch._C._nn  # pyright: ignore[reportAttributeAccessIssue]
+    return [getattr(space, name) for name in names.split() if hasattr(space, name)]
+
 
 # ----------------------------------------------------------------------------------------------------------------------
 # torch.distributed.pipelining

@@ -26,6 +26,7 @@ from lightning_4d.checkpoint.optimizer_state import (
     load_optimizer_state,
     parameter_names,
 )
+from lightning_4d.checkpoint.pieces import in_pieces
 from lightning_4d.checkpoint.together import one_process_allowed
 from lightning_4d.errors import CheckpointError, explain
 
@@ -186,7 +187,7 @@ class FolderCheckpoint:
     def read(self, state: dict[str, Any]) -> None:
         """Read the entries of ``state`` in place: tensors into the given ones, other values as they were saved."""
         try:
-            with one_process_allowed():
+            with one_process_allowed(), in_pieces(state):
                 planner = _Planner(self._weights_only)
                 dcp.load(state, checkpoint_id=self.path, planner=planner, no_dist=not dist.is_initialized())
         except dcp.CheckpointException as error:  # derives from BaseException

@@ -16,6 +16,7 @@ from torch import nn
 
 from lightning_4d.checkpoint import files
 from lightning_4d.checkpoint.optimizer_state import gathered
+from lightning_4d.checkpoint.pieces import in_pieces
 from lightning_4d.checkpoint.together import one_process_allowed, raise_together
 from lightning_4d.errors import CheckpointError, explain
 
@@ -69,8 +70,9 @@ def _finish(target: Path, meta: Mapping[str, Any]) -> None:
 
 def _write_tensors(folder: Path, distributed: Mapping[str, Any]) -> None:
     try:
-        with one_process_allowed():
-            dcp.save(dict(distributed), checkpoint_id=folder, no_dist=not dist.is_initialized())
+        state = dict(distributed)
+        with one_process_allowed(), in_pieces(state):
+            dcp.save(state, checkpoint_id=folder, no_dist=not dist.is_initialized())
     except dcp.CheckpointException as error:  # derives from BaseException: `except Exception` would miss it
         raise _cannot_write(folder, error) from error
 

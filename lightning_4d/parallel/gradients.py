@@ -168,7 +168,8 @@ def _local_part(gradient: Tensor) -> tuple[Tensor, _Groups]:
             )
         )
     mesh = gradient.device_mesh
-    sharded = tuple(mesh.get_group(i) for i, p in enumerate(gradient.placements) if p.is_shard())
+    # Not `is_shard()`: that is false where two axes divide one dim.
+    sharded = tuple(mesh.get_group(i) for i, p in enumerate(gradient.placements) if not p.is_replicate())
     return gradient.to_local(), sharded
 
 

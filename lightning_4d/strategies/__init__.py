@@ -3,5 +3,6 @@
 from lightning_4d.strategies.hsdp import HSDPStrategy
 from lightning_4d.strategies.nd import NDStrategy
 from lightning_4d.strategies.pipeline import PPStrategy
+from lightning_4d.strategies.tensor import TPStrategy
 
-__all__ = ["HSDPStrategy", "NDStrategy", "PPStrategy"]
+__all__ = ["HSDPStrategy", "NDStrategy", "PPStrategy", "TPStrategy"]

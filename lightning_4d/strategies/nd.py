@@ -47,6 +47,7 @@ from lightning_4d.parallel.data import DataParallel, DataParallelOptions, MetaIn
 from lightning_4d.parallel.gradients import Elsewhere
 from lightning_4d.parallel.pipeline.engine import Pipeline
 from lightning_4d.parallel.recompute import StageRuns
+from lightning_4d.parallel.tensor import TensorOptions, TensorParallel, applied, divide
 from lightning_4d.strategies import random_state
 from lightning_4d.strategies.checkpointing import CheckpointTranslator
 from lightning_4d.strategies.data_position import seed_workers
@@ -69,9 +70,9 @@ Size = int | Literal["auto"]
 
 
 class NDStrategy(ParallelStrategy):
-    """Train an ordinary LightningModule on any layout of data axes, with the numbers of plain DDP.
+    """Train an ordinary LightningModule on any layout of data, tensor and pipeline axes, with the numbers of plain DDP.
 
-    Sizes of context, tensor and pipeline parallelism other than 1 are refused until they are supported.
+    Context parallelism, and tensor parallelism together with pipelines, are refused until they are supported.
 
     Args:
         data_parallel_replicate_size: ranks that hold the same shard; gradients are all-reduced among them.
@@ -91,6 +92,10 @@ class NDStrategy(ParallelStrategy):
             schedule and the batch.
         pipeline_split: the first block of each pipeline stage, by name or number; ``"auto"``: by cost.
         loss_reduction: how the losses of microbatches make the batch's loss; ``"auto"`` finds out.
+        tensor_parallel_plan: ``"auto"`` finds how layers are divided over ``tensor_parallel_size`` ranks
+            (``lightning-4d explain`` prints it); or ``{module pattern: style}``, such as
+            ``{"blocks.*.mlp.up": "colwise", "blocks.*.mlp.down": "rowwise"}``.
+        sequence_parallel: between the divided layers, keep each tensor-parallel rank's part of the sequence only.
         save_distributed_checkpoint: a folder that all ranks write, or else one ordinary ``.ckpt`` file.
         process_group_backend: by default ``nccl`` on CUDA and ``gloo`` on CPU.
         timeout: how long a collective may wait for a rank.
@@ -116,6 +121,8 @@ class NDStrategy(ParallelStrategy):
         num_microbatches: int | Literal["auto"] = "auto",
         pipeline_split: Literal["auto"] | list[str] | list[int] = "auto",
         loss_reduction: Literal["auto", "mean", "sum"] = "auto",
+        tensor_parallel_plan: Mapping[str, str] | Literal["auto"] = "auto",
+        sequence_parallel: bool = False,
         save_distributed_checkpoint: bool = True,
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
@@ -128,10 +135,12 @@ class NDStrategy(ParallelStrategy):
             "context_parallel_size": context_parallel_size,
             "tensor_parallel_size": tensor_parallel_size,
         }
-        for name in ("context_parallel_size", "tensor_parallel_size"):
+        for name in ("context_parallel_size",):
             _refuse_axis(name, self._sizes[name])
         self._blocks = blocks
         self._options = DataParallelOptions(reshard_after_forward=reshard_after_forward, compile_blocks=compile_blocks)
+        self._tensor_options = TensorOptions(tensor_parallel_plan, sequence_parallel, compile_blocks)
+        self._tensor: TensorParallel | None = None
         self._process_group_backend = process_group_backend
         self._timeout = timeout
         self.num_nodes = 1  # set by the Trainer
@@ -284,11 +293,12 @@ class NDStrategy(ParallelStrategy):
             _optimizers_to_device(self.optimizers, self.root_device)
 
     def _shard(self, trainer: Trainer) -> DataParallel:
-        """Apply the axes in their order: pipeline stages, then the data axes."""
+        """Apply the axes in their order: pipeline stages, tensor plan, data axes."""
         module = self._module
         existing = sharded(module)
-        if existing is not None and existing.units:
+        if existing is not None and (existing.units or applied(module) is not None):
             refuse_changed_model(module, existing, self.layout, self.precision_plugin)
+            self._tensor = applied(module)
             return existing
         refuse_lost_metrics(module)
         self.model = self.precision_plugin.convert_module(module)
@@ -297,10 +307,15 @@ class NDStrategy(ParallelStrategy):
         blocks = find_blocks(module, self._blocks)
         released, options = None, self._options
         if self.has_stages:
+            _refuse_together(self.layout)
             self._pipeline.plan(trainer, module, blocks)
             released = self._pipeline.released(module)
             options = replace(options, reshard_after_forward=options.reshard_after_forward is True)
-        data = shard(module, blocks, self.mesh, self.root_device, options, self._initialization, released)
+        self._tensor = divide(module, blocks, self.mesh, self._tensor_options)
+        distribute = None if self._tensor is None else self._tensor.distribute
+        data = shard(module, blocks, self.mesh, self.root_device, options, self._initialization, released, distribute)
+        if self._tensor is not None:
+            self._tensor.open_boundaries(data.units)
         data.converted_to = converts_to(self.precision_plugin)
         self.model_to_device()  # what is neither parameter nor buffer: metric states
         data.settle()
@@ -387,28 +402,32 @@ class NDStrategy(ParallelStrategy):
         if self.has_stages:
             return self._pipeline.training_step(*args)
         with self.precision_plugin.train_step_context():
-            return self.data.run_training_step(self._module.training_step, *args, **kwargs)
+            return self.data.run_training_step(self._step(self._module.training_step), *args, **kwargs)
+
+    def _step(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Let the step see the divided layers."""
+        return function if self._tensor is None else self._tensor.step(function)
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         if self.has_stages:
             return self._run_stages("validation_step", self.precision_plugin.val_step_context, *args)
         with self.precision_plugin.val_step_context():
-            return self._evaluation.run(self._module.validation_step, *args, **kwargs)
+            return self._evaluation.run(self._step(self._module.validation_step), *args, **kwargs)
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         if self.has_stages:
             return self._run_stages("test_step", self.precision_plugin.test_step_context, *args)
         with self.precision_plugin.test_step_context():
-            return self._evaluation.run(self._module.test_step, *args, **kwargs)
+            return self._evaluation.run(self._step(self._module.test_step), *args, **kwargs)
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         if self.has_stages:
             return self._run_stages("predict_step", self.precision_plugin.predict_step_context, *args)
         with self.precision_plugin.predict_step_context():
-            return self._evaluation.run(self._module.predict_step, *args, **kwargs)
+            return self._evaluation.run(self._step(self._module.predict_step), *args, **kwargs)
 
     def _run_stages(self, name: str, context: Callable[[], AbstractContextManager[Any]], *args: Any) -> Any:
         return self._evaluation.run(partial(self._pipeline.evaluation_step, name, context), *args)
@@ -442,7 +461,8 @@ class NDStrategy(ParallelStrategy):
         self.pre_backward(closure_loss)
         self.data.before_backward(closure_loss)
         loss = self.precision_plugin.pre_backward(closure_loss, self._module)
-        self.precision_plugin.backward(loss, self._module, optimizer, *args, **kwargs)
+        with contextlib.nullcontext() if self._tensor is None else self._tensor.backward():
+            self.precision_plugin.backward(loss, self._module, optimizer, *args, **kwargs)
         self.data.after_backward()  # before the user's on_after_backward sees gradients
         loss = self.precision_plugin.post_backward(loss, self._module)
         self.post_backward(loss)
@@ -540,6 +560,18 @@ class NDStrategy(ParallelStrategy):
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
         self.accelerator.teardown()
+
+
+def _refuse_together(layout: ParallelLayout) -> None:
+    """Stages run blocks one by one; that is not yet tried with divided layers."""
+    if layout.tensor_parallel_size > 1:
+        raise UnsupportedError(
+            explain(
+                f"layout {layout}",
+                "pipeline and tensor parallelism do not work together yet",
+                "use one of them, with data parallelism",
+            )
+        )
 
 
 def _refuse_axis(name: str, size: Size) -> None:

@@ -158,7 +158,7 @@ def _attributes(module: nn.Module) -> Iterator[None]:
 def _remember(value: Any, memory: dict[int, Callable[[], None]], depth: int) -> None:
     if depth == 0 or id(value) in memory or isinstance(value, (Tensor, nn.Module)):
         return
-    if type(value) in _CONTAINERS:
+    if type(value) in _CONTAINERS or _is_own_dict(value):
         if len(value) > _LONG:
             return
         memory[id(value)] = _restorer(value)
@@ -169,6 +169,11 @@ def _remember(value: Any, memory: dict[int, Callable[[], None]], depth: int) -> 
         return
     for item in list(inside):
         _remember(item, memory, depth - 1)
+
+
+def _is_own_dict(value: Any) -> bool:
+    """Whether it is a dict of this package: modules whose layers are divided have one in place of ``_parameters``."""
+    return isinstance(value, dict) and type(value).__module__.startswith("lightning_4d.")
 
 
 def _is_own_object(value: Any) -> bool:

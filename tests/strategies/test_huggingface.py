@@ -75,3 +75,22 @@ def test_equals_ddp(pool, kind):
     expected = reference(pool, 4, module, strategy="ddp_find_unused_parameters_true")
     actual = pool.run(4, train, module, partial(NDStrategy, data_parallel_replicate_size=2))
     compare(actual, expected, rtol=1e-10)
+
+
+class WithoutDropout(HuggingFace):
+    """Attention dropout on parts is independent of that on whole tensors, so the numbers could not be compared."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__(kind)
+        for module in self.model.modules():
+            if isinstance(module, torch.nn.Dropout):
+                module.p = 0.0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["llama", "qwen2 tied", "gpt2", "bert"])
+def test_tensor_parallel_equals_one_process(pool, kind):
+    module = partial(WithoutDropout, kind)
+    expected = reference(pool, 1, module)[0]
+    for actual in pool.run(2, train, module, partial(NDStrategy, tensor_parallel_size=2)):
+        compare(actual, expected, rtol=1e-6)  # these models compute their loss in float32

@@ -2,7 +2,8 @@
 
 Optimizers, clipping and checkpoints want one kind of parameter, so between steps each of them *is* a replicated
 ``DTensor`` like all others. During a step the module holds a plain parameter that shares the DTensor's memory, so the
-user's arithmetic never mixes the two kinds.
+user's arithmetic never mixes the two kinds. A parameter that is divided over another axis already is a DTensor on that
+axis during a step, and one on all axes between steps.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Placement, Replicate
+
+from lightning_4d._torch_private import join_meshes
 
 
 @dataclass
@@ -42,7 +45,11 @@ class ReplicatedParameters:
         self, root: nn.Module, parameters: Iterable[nn.Parameter], mesh: DeviceMesh, group: dist.ProcessGroup
     ) -> None:
         self._group = group
-        entries = {parameter: self._make_entry(parameter, mesh) for parameter in parameters}
+        chosen = set(parameters)
+        # In the order of the module tree: a set's order differs between ranks, and gradients travel together.
+        entries = {
+            parameter: self._make_entry(parameter, mesh) for parameter in root.parameters() if parameter in chosen
+        }
         for module in root.modules():
             for name, parameter in list(module._parameters.items()):
                 if parameter is not None and parameter in entries:
@@ -53,7 +60,17 @@ class ReplicatedParameters:
 
     @staticmethod
     def _make_entry(parameter: nn.Parameter, mesh: DeviceMesh) -> _Entry:
-        distributed = DTensor.from_local(parameter.detach(), mesh, [Replicate()] * mesh.ndim, run_check=False)
+        placements: list[Placement] = [Replicate()] * mesh.ndim
+        if isinstance(parameter, DTensor):
+            mesh, placements = join_meshes(mesh, parameter.device_mesh), [*placements, *parameter.placements]
+        distributed = DTensor.from_local(
+            _local(parameter.detach()),
+            mesh,
+            placements,
+            run_check=False,
+            shape=parameter.shape,
+            stride=parameter.stride(),
+        )
         return _Entry(nn.Parameter(distributed, requires_grad=parameter.requires_grad), parameter)
 
     def __len__(self) -> int:
@@ -105,9 +122,9 @@ class ReplicatedParameters:
             self._reduce([entry for entry in entries if entry.plain.dtype == dtype])
 
     def _reduce(self, entries: list[_Entry]) -> None:
-        first = entries[0].plain
+        first = _local(entries[0].plain)
         used = torch.tensor([entry.plain.grad is not None for entry in entries], dtype=first.dtype, device=first.device)
-        gradients = [torch.zeros_like(e.plain) if e.plain.grad is None else e.plain.grad for e in entries]
+        gradients = [_local(torch.zeros_like(e.plain) if e.plain.grad is None else e.plain.grad) for e in entries]
         flat = torch.cat([used, *(gradient.reshape(-1) for gradient in gradients)])
         dist.all_reduce(flat, group=self._group)
         used, values = flat[: len(entries)], flat[len(entries) :] / dist.get_world_size(self._group)
@@ -116,17 +133,39 @@ class ReplicatedParameters:
         ):
             entry.plain.grad = None
             if count != 0:  # complex for complex parameters
-                _accumulate(entry.distributed, value.reshape(entry.plain.shape))
+                _accumulate(entry.distributed, value.reshape(_local(entry.plain).shape))
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _share_memory(entry: _Entry) -> None:
     """Undo what ``module.to()`` or ``load_state_dict(assign=True)`` may have separated."""
-    local = entry.distributed.to_local() if isinstance(entry.distributed, DTensor) else entry.distributed
-    if local.data_ptr() != entry.plain.data_ptr():
-        entry.plain.data = local.detach()
+    local, plain = _local(entry.distributed.detach()), _local(entry.plain.detach())
+    if local.data_ptr() == plain.data_ptr():
+        return
+    if isinstance(entry.plain, DTensor):
+        entry.plain.data = DTensor.from_local(
+            local,
+            entry.plain.device_mesh,
+            entry.plain.placements,
+            run_check=False,
+            shape=entry.plain.shape,
+            stride=entry.plain.stride(),
+        )
+    else:
+        entry.plain.data = local
 
 
 def _accumulate(parameter: nn.Parameter, gradient: Tensor) -> None:
     assert isinstance(parameter, DTensor)  # narrows the type: an nn.Parameter made of a DTensor is one
-    distributed = DTensor.from_local(gradient, parameter.device_mesh, parameter.placements, run_check=False)
+    distributed = DTensor.from_local(
+        gradient,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
     parameter.grad = distributed if parameter.grad is None else parameter.grad + distributed

@@ -17,6 +17,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_4d import _torch_private as private
@@ -28,6 +29,7 @@ from lightning_4d.parallel.data.buffers import Buffers
 from lightning_4d.parallel.data.initialize import MetaInitialization, broadcast
 from lightning_4d.parallel.data.low_precision import LowPrecisionGather
 from lightning_4d.parallel.data.participation import Participation
+from lightning_4d.parallel.data.placement import shard_placement
 from lightning_4d.parallel.data.replicated import ReplicatedParameters
 
 _T = TypeVar("_T")
@@ -62,12 +64,15 @@ def shard(
     options: DataParallelOptions,
     initialization: MetaInitialization,
     released: Released | None = None,
+    distribute: Callable[[Iterable[nn.Module]], None] | None = None,
 ) -> DataParallel:
     """Move ``root`` to ``device``, equal on all ranks, and shard it over the data axes of ``mesh``, block by block.
 
     Values come from data-parallel rank 0, or from ``reset_parameters`` for what is on the meta device. Beyond its own
     shards, no rank holds more than one block and what lies outside the blocks on ``device``. Parameters change
     identity, names do not. What other pipeline ranks hold (``released``) is initialised and let go.
+    ``distribute(modules)``, if given, is called when the values of what these modules hold themselves are final, and
+    may replace parameters by DTensors on a mesh of other axes.
 
     Which ranks must call: all ranks of the data-parallel group, with the same module.
 
@@ -76,7 +81,7 @@ def shard(
             the parameters.
     """
     initialization.check(root)
-    if mesh.data_parallel_size > 1:
+    if mesh.data_parallel_size > 1 or distribute is not None:
         _refuse_hooks(root)
         _refuse_captured(root)
     names = {id(parameter): (weakref.ref(parameter), name) for name, parameter in root.named_parameters()}
@@ -90,6 +95,8 @@ def shard(
             if released is not None:
                 released.release(modules)
             _prepare(modules, mesh, device)
+            if distribute is not None:
+                distribute(modules)
     blocks = [block for block in blocks if not all(map(is_absent, block.module.parameters()))]
     if options.compile_blocks:
         for block in blocks:
@@ -148,6 +155,7 @@ def _prepare(modules: Iterable[nn.Module], mesh: Mesh, device: torch.device) -> 
     for module in modules:
         tensors.update(dict.fromkeys(p for p in module.parameters(recurse=False) if not is_absent(p)))
         tensors.update(dict.fromkeys(module.buffers(recurse=False)))
+    tensors = {tensor: None for tensor in tensors if not isinstance(tensor, DTensor)}  # tied, and distributed before
     for tensor in tensors:
         tensor.data = tensor.data.to(device).contiguous()
     if mesh.data_parallel_size > 1:
@@ -207,7 +215,7 @@ class DataParallel:
 
     def wrap(self, blocks: Sequence[Block], options: DataParallelOptions) -> None:
         """Shard the blocks, then what is left, and hook into the places where gathered parameters are needed."""
-        whole = _whole_parameters(self.root, blocks)
+        whole = _whole_parameters(self.root, blocks, self.mesh.layout.data_parallel_shard_size)
         absent = {parameter for parameter in self.root.parameters() if is_absent(parameter)}
         self._attributes = {name: dict(vars(p)) for name, p in self.root.named_parameters() if vars(p)}
         inside = {module for block in blocks for module in block.module.modules()}
@@ -233,6 +241,7 @@ class DataParallel:
             # The root is needed from the start of the step to the end of its backward.
             reshard_after_forward=cast("bool", reshard) and module is not self.root,
             ignored_params=ignored,
+            shard_placement_fn=lambda p: shard_placement(p, self.mesh.layout.data_parallel_shard_size),
         )
         private.fsdp_restore_class_name(module)
         self.units.append(cast("FSDPModule", module))
@@ -552,8 +561,11 @@ def _nothing() -> None:
     return None
 
 
-def _whole_parameters(root: nn.Module, blocks: Sequence[Block]) -> set[nn.Parameter]:
-    """Parameters that FSDP2 cannot put into their group: 0-d, or of another dtype than most of the group."""
+def _whole_parameters(root: nn.Module, blocks: Sequence[Block], shard_size: int) -> set[nn.Parameter]:
+    """Parameters that FSDP2 cannot put into their group.
+
+    0-d, of another dtype than most of the group, or divided over another axis so that no dim is left to shard.
+    """
     remaining = dict.fromkeys(parameter for parameter in root.parameters() if not is_absent(parameter))
     whole: set[nn.Parameter] = set()
     for module in (*(block.module for block in blocks), root):
@@ -565,6 +577,7 @@ def _whole_parameters(root: nn.Module, blocks: Sequence[Block]) -> set[nn.Parame
                 sizes[parameter.dtype] += parameter.numel()
         dtype = sizes.most_common(1)[0][0] if sizes else None
         whole.update(p for p in group if p.ndim == 0 or (p.requires_grad and p.dtype != dtype))
+        whole.update(p for p in group if p.ndim > 0 and shard_placement(p, shard_size) is None)
     return whole
 
 

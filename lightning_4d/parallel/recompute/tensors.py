@@ -13,7 +13,9 @@ def storages(tensor: Tensor) -> Iterator[tuple[int, int]]:
     if hasattr(tensor, "__tensor_flatten__"):
         names, _ = tensor.__tensor_flatten__()  # pyright: ignore[reportAttributeAccessIssue]
         for name in names:
-            yield from storages(getattr(tensor, name))
+            inner = getattr(tensor, name)
+            if isinstance(inner, Tensor):  # torch 2.13 lists the mesh of a DTensor too
+                yield from storages(inner)
     elif tensor.layout is torch.strided:
         storage = tensor.untyped_storage()
         yield storage.data_ptr(), storage.nbytes()
@@ -34,7 +36,8 @@ def same(first: Tensor, second: Tensor) -> bool:
         names, context = first.__tensor_flatten__()  # pyright: ignore[reportAttributeAccessIssue]
         others, other_context = second.__tensor_flatten__()  # pyright: ignore[reportAttributeAccessIssue]
         alike = names == others and context == other_context
-        return alike and all(same(getattr(first, name), getattr(second, name)) for name in names)
+        pairs = [(getattr(first, name), getattr(second, name)) for name in names]
+        return alike and all(same(a, b) if isinstance(a, Tensor) else a == b for a, b in pairs)
     if first.layout is not torch.strided or second.layout is not torch.strided or first.device != second.device:
         return False
     same_view = first.stride() == second.stride() and first.storage_offset() == second.storage_offset()

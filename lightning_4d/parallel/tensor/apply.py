@@ -1,0 +1,98 @@
+"""`TensorParallel`: what a strategy holds on to of a module whose layers are divided among ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, TypeVar
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from lightning_4d.parallel.blocks import Block
+from lightning_4d.parallel.tensor import rules  # noqa: F401  (registers the rules)
+from lightning_4d.parallel.tensor.boundary import open_boundaries
+from lightning_4d.parallel.tensor.group import TensorGroup
+from lightning_4d.parallel.tensor.parameters import Activity, Distributor
+from lightning_4d.parallel.tensor.plan import TensorPlan
+from lightning_4d.parallel.tensor.sharded import Runtime, whole_values
+
+_T = TypeVar("_T")
+_RESULT = "_lightning_4d_tensor_parallel"  # the attribute of the root that holds what was made of it
+
+
+class TensorParallel:
+    """A module divided by a plan: distributes its parameters, and makes its steps see the parts.
+
+    Args:
+        root: the module.
+        plan: which parameters are divided.
+        mesh: the tensor-parallel axis, 1-D.
+        blocks: the repeated layers.
+        sequence_parallel: keep the residual stream in parts of the sequence.
+    """
+
+    def __init__(
+        self,
+        root: nn.Module,
+        plan: TensorPlan,
+        mesh: DeviceMesh,
+        blocks: Sequence[Block] = (),
+        *,
+        sequence_parallel: bool = False,
+    ) -> None:
+        self.plan = plan
+        self.activity = Activity()
+        group = TensorGroup(mesh.get_group(), mesh.size(), mesh.get_local_rank())
+        self.runtime = Runtime(group, sequence_parallel=sequence_parallel)
+        self._distribute = Distributor(root, plan.splits(root), mesh, self.runtime, self.activity)
+        self._hook(root, blocks)
+        object.__setattr__(root, _RESULT, self)
+
+    def distribute(self, modules: Iterable[nn.Module]) -> None:
+        """Keep this rank's parts of what ``modules`` hold themselves; their values must be final.
+
+        Which ranks must call: all ranks of the tensor-parallel group, with the same modules.
+        """
+        self._distribute(modules)
+
+    def open_boundaries(self, modules: Sequence[Any]) -> None:
+        """Let parts of tensors cross the hooks of ``modules`` that FSDP2 has wrapped; the last one is the root."""
+        open_boundaries(modules[:-1])
+
+    def step(self, function: Callable[..., _T]) -> Callable[..., _T]:
+        """Return ``function`` to be called as a step: its code reads parts, and what it returns is whole."""
+
+        def run(*args: Any, **kwargs: Any) -> _T:
+            with self.activity:
+                return whole_values(function(*args, **kwargs))
+
+        return run
+
+    def backward(self) -> AbstractContextManager[None]:
+        """A context for backward, in which checkpointed code runs again."""
+        return self.activity
+
+    def _hook(self, root: nn.Module, blocks: Sequence[Block]) -> None:
+        """Let calls of the module from outside a step (a callback that samples) see parts too."""
+        block_modules = {block.module for block in blocks}
+        inside = {module for block in blocks for module in block.module.modules()} - block_modules
+        for module in root.modules():
+            if module not in inside:
+                module.register_forward_pre_hook(self._enter, prepend=True)
+                module.register_forward_hook(self._leave, always_call=True)
+
+    def _enter(self, module: nn.Module, args: Any) -> None:
+        self.activity.depth += 1
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> Any:
+        self.activity.depth -= 1
+        if self.activity.depth == 0:
+            whole = whole_values(output)
+            return whole if whole is not output else None
+        return None
+
+
+def applied(root: nn.Module) -> TensorParallel | None:
+    """Return what an earlier `TensorParallel` made of ``root``, or None."""
+    return getattr(root, _RESULT, None)
