@@ -396,3 +396,14 @@ def dispatch_mode(handle: Callable[[Any, Callable[..., Any], tuple[Any, ...], di
 CPU_FLASH_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 CPU_FLASH_ATTENTION_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 GROUPED_MM = torch.ops.aten._grouped_mm
+
+# ----------------------------------------------------------------------------------------------------------------------
+# torch.ops.aten: attention that returns its log-sum-exp, and its backward (the public function gives no log-sum-exp)
+# ----------------------------------------------------------------------------------------------------------------------
+
+CUDA_FLASH_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention
+CUDA_FLASH_ATTENTION_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_backward
+CUDA_EFFICIENT_ATTENTION = torch.ops.aten._scaled_dot_product_efficient_attention
+CUDA_EFFICIENT_ATTENTION_BACKWARD = torch.ops.aten._scaled_dot_product_efficient_attention_backward
+CUDA_CUDNN_ATTENTION = torch.ops.aten._scaled_dot_product_cudnn_attention
+CUDA_CUDNN_ATTENTION_BACKWARD = torch.ops.aten._scaled_dot_product_cudnn_attention_backward

@@ -1,0 +1,1 @@
+"""Context parallelism: ranks that share each sequence."""
