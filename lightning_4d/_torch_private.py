@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -407,3 +407,40 @@ CUDA_EFFICIENT_ATTENTION = torch.ops.aten._scaled_dot_product_efficient_attentio
 CUDA_EFFICIENT_ATTENTION_BACKWARD = torch.ops.aten._scaled_dot_product_efficient_attention_backward
 CUDA_CUDNN_ATTENTION = torch.ops.aten._scaled_dot_product_cudnn_attention
 CUDA_CUDNN_ATTENTION_BACKWARD = torch.ops.aten._scaled_dot_product_cudnn_attention_backward
+
+# ----------------------------------------------------------------------------------------------------------------------
+# torch.Tensor subclasses and autograd functions
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def wrapper_tensor(cls: type[Any], shape: Sequence[int], like: Tensor) -> Any:
+    """Make a tensor of class ``cls`` that has ``shape``, dtype and device of ``like``, and no memory.
+
+    Reason: ``Tensor._make_wrapper_subclass`` is how tensor subclasses that wrap others are made; no public spelling.
+    It takes no part in autograd: the tensor that it wraps does.
+    """
+    return torch.Tensor._make_wrapper_subclass(cls, shape, dtype=like.dtype, device=like.device)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+_CHECKPOINT_FUNCTIONS = ("_NoopSaveInputs",)  # of torch.utils.checkpoint: only hands its arguments back
+
+
+def intercept_autograd_functions(
+    wrapper: type[Tensor], unwrap: Callable[[type, tuple[Any, ...]], tuple[Any, ...]]
+) -> None:
+    """Call ``unwrap(function, args)`` before each autograd ``Function.apply`` that has a ``wrapper`` among its arguments.
+
+    Reason: an autograd function called with a wrapper makes a graph in which the wrapped tensor is missing: gradients
+    before it would silently be None. ``apply`` is reached through ``super()`` of the private base class, so that also
+    an ``f = MyFunction.apply`` of long ago comes through here. Idempotent.
+    """
+    base: Any = torch.autograd.function._SingleLevelFunction
+    if "apply" in vars(base):
+        return
+
+    def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
+        if any(isinstance(arg, wrapper) for arg in args) and cls.__name__ not in _CHECKPOINT_FUNCTIONS:
+            args = unwrap(cls, args)
+        return super(base, cls).apply(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
+
+    base.apply = classmethod(apply)

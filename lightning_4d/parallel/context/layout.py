@@ -67,17 +67,24 @@ class SequenceLayout:
         return tuple(sum(stop - start for start, stop in runs) for runs in self.runs)
 
     @cached_property
-    def order(self) -> tuple[Run, ...] | None:
-        """Where in the ranks' parts, put one after the other, the sequence is: the runs to join; None: as they are."""
+    def longest(self) -> int:
+        """The number of positions of the rank that holds most."""
+        return max(self.lengths)
+
+    @cached_property
+    def order(self) -> tuple[Run, ...]:
+        """Where the sequence is in the ranks' parts, each padded to the longest and put one after the other."""
         places: list[tuple[int, int, int]] = []
-        offset = 0
-        for runs in self.runs:
+        for rank, runs in enumerate(self.runs):
+            offset = rank * self.longest
             for start, stop in runs:
                 places.append((start, offset, offset + stop - start))
                 offset += stop - start
-        if [place[0] for place in places] == sorted(place[0] for place in places):
-            return None
-        return tuple((start, stop) for _, start, stop in sorted(places))
+        return _joined([(start, stop) for _, start, stop in sorted(places)])
+
+    def range_below(self, rank: int, position: int) -> int:
+        """How many of the positions of ``rank`` are below ``position``."""
+        return sum(max(0, min(stop, position) - start) for start, stop in self.runs[rank])
 
     def slice(self, start: int, stop: int) -> SequenceLayout:
         """The positions ``start`` .. ``stop - 1``, numbered from 0, where they are.

@@ -120,8 +120,12 @@ def whole(layout: SequenceLayout, part: Tensor, dim: int = 2) -> Tensor:
     """The sequence of all ranks' parts."""
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, part)
-    joined = torch.cat(gathered, dim)
-    return joined if layout.order is None else take_runs(joined, dim, layout.order)
+    places = sorted(
+        (start, rank, layout.range_below(rank, start), stop - start)
+        for rank, runs in enumerate(layout.runs)
+        for start, stop in runs
+    )
+    return torch.cat([gathered[rank].narrow(dim, offset, count) for _, rank, offset, count in places], dim)
 
 
 def error(actual: Tensor, expected: Tensor) -> float:
