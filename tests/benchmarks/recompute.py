@@ -3,19 +3,21 @@
     python -m tests.benchmarks recompute [--quick]
 
 Bytes are the peak of what autograd holds in one forward and backward, what the recompute re-creates included, counted
-from outside (`tests.saved_bytes`). Time is processor time of one thread. Process memory is the peak of a process of its
-own, without what it had before the step: parameters, gradients, libraries.
+from outside (`tests.saved_bytes`). Time is processor time of one thread, beside a step without checkpointing; memory
+that is freed stays with the process, as on a GPU. Process memory is the peak of a process of
+its own, without what it had before the step: parameters, gradients, libraries.
 """
 
 from __future__ import annotations
 
 import gc
+import json
 import math
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -48,12 +50,15 @@ def main(options: Sequence[str] = ()) -> None:
     if options and options[0] == "--process":
         print(process_memory(options[1], int(options[2])))
         return
+    if options and options[0] == "--times":
+        print(json.dumps(time_ratios(int(options[1]), int(options[2]))))
+        return
     quick = "--quick" in options
     torch.set_num_threads(1)
     counts = COUNTS[:2] if quick else COUNTS
     bytes_ = {name: {count: peak(name, count) for count in counts} for name in POLICIES}
     timed = counts if quick else TIMED
-    times = measure_times(timed, repeats=2 if quick else 5)
+    times = measure_times(timed, repeats=2 if quick else 12)
     tabled = counts[-1:] if quick else TABLED
     memory = {(name, n): process_memory_of_child(name, n) for name in IN_TABLE for n in tabled}
     lines = table(tabled, bytes_, times, memory)
@@ -79,20 +84,35 @@ def peak(name: str, count: int) -> int:
 
 
 def measure_times(counts: Sequence[int], repeats: int) -> dict[str, dict[int, float]]:
-    """Processor seconds of a step: the least of some, in turns, since the machine may have other work."""
-    times: dict[str, dict[int, float]] = {name: {} for name in POLICIES}
+    """Time of a step beside one without checkpointing, by policy and number of blocks; in a process of its own."""
+    # Freed memory stays with the process, as on a GPU: else one measures how the system clears new pages.
+    keep = {"MALLOC_MMAP_THRESHOLD_": str(2**31), "MALLOC_TRIM_THRESHOLD_": str(2**33), "MALLOC_TOP_PAD_": str(2**28)}
+    found = {name: {} for name in POLICIES}
     for count in counts:
-        module, x = module_with("none", count)
-        least = dict.fromkeys(POLICIES, math.inf)
-        for _ in range(repeats):
-            for name, policy in POLICIES.items():
-                install(module, policy)
-                if policy.needs_sizes:
-                    take_step(module, x)  # it measures the blocks
-                least[name] = min(least[name], take_step(module, x))
-        for name, seconds in least.items():
-            times[name][count] = seconds
-    return times
+        for name, ratio in json.loads(_child(keep, "--times", str(count), str(repeats))).items():
+            found[name][count] = ratio
+    return found
+
+
+def time_ratios(count: int, repeats: int) -> dict[str, float]:
+    """The shortest step of several in turns, over the shortest without checkpointing: other work only adds time."""
+    torch.set_num_threads(1)
+    module, x = module_with("none", count)
+    least = dict.fromkeys(POLICIES, math.inf)
+    for _ in range(repeats):
+        for name, policy in POLICIES.items():
+            install(module, policy)
+            if policy.needs_sizes:
+                take_step(module, x)  # it measures the blocks
+            least[name] = min(least[name], take_step(module, x))
+    return {name: seconds / least["none"] for name, seconds in least.items()}
+
+
+def _child(environment: Mapping[str, str], *options: str) -> str:
+    command = [sys.executable, "-m", "tests.benchmarks.recompute", *options]
+    environment = {**os.environ, **environment}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True, timeout=900)
+    return done.stdout
 
 
 def take_step(module: TinyStack, x: torch.Tensor) -> float:
@@ -109,11 +129,9 @@ def take_step(module: TinyStack, x: torch.Tensor) -> float:
 
 def process_memory_of_child(name: str, count: int) -> int:
     """Peak bytes of a process beyond what it had before the step."""
-    command = [sys.executable, "-m", "tests.benchmarks.recompute", "--process", name, str(count)]
     # Freed memory goes back to the system at once; otherwise the allocator's own habits are what one measures.
-    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True, timeout=600)
-    return int(done.stdout)
+    give_back = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+    return int(_child(give_back, "--process", name, str(count)))
 
 
 def process_memory(name: str, count: int) -> int:
@@ -146,8 +164,7 @@ def table(
     for name in IN_TABLE:
         cells = [f"`{name}`", extra(name, tabled[-1])]
         for n in tabled:
-            ratio = times[name][n] / times["none"][n]
-            cells.append(f"{bytes_[name][n] / unit:.0f} / {memory[name, n] / unit:.0f} / {ratio:.2f}×")
+            cells.append(f"{bytes_[name][n] / unit:.0f} / {memory[name, n] / unit:.0f} / {times[name][n]:.2f}×")
         lines.append("| " + " | ".join(cells) + " |")
     return lines
 
@@ -184,7 +201,7 @@ def draw(bytes_: dict[str, dict[int, int]], times: dict[str, dict[int, float]]) 
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.4), layout="constrained")
     for name in POLICIES:
         left.loglog(COUNTS, [bytes_[name][n] / unit for n in COUNTS], STYLES[name], label=name, markersize=5)
-        right.semilogx(TIMED, [times[name][n] / times["none"][n] for n in TIMED], STYLES[name], markersize=5)
+        right.semilogx(TIMED, [times[name][n] for n in TIMED], STYLES[name], markersize=5)
     guide = [2 * math.sqrt(n) + WIDTH for n in COUNTS]
     left.loglog(COUNTS, guide, "k:", linewidth=1, label="2√N·a + b − 2a")
     left.set(xlabel="blocks N", ylabel="peak of saved bytes / block input a", title=f"Memory (b = {WIDTH + 2} a)")
