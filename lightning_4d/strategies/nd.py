@@ -6,7 +6,7 @@ Its hooks are a few lines each: what they do is in the mechanism that they call.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -44,6 +44,7 @@ from lightning_4d.parallel.data import DataParallel, DataParallelOptions, MetaIn
 from lightning_4d.strategies.checkpointing import CheckpointTranslator
 from lightning_4d.strategies.evaluation import EvaluationBalance
 from lightning_4d.strategies.failure import Failure
+from lightning_4d.strategies.model_ranks import ContextOptions, ModelRanks, install_context, seed_workers_alike
 from lightning_4d.strategies.precision import adapt_precision_plugin
 from lightning_4d.strategies.support import (
     converts_to,
@@ -74,6 +75,10 @@ class NDStrategy(ParallelStrategy):
         compile_blocks: compile the forward of each block by ``torch.compile``.
         reshard_after_forward: free gathered parameters of a block between its forward and its backward; ``"auto"``:
             when the shard size is above 1.
+        context_parallel_attention: "ring" passes keys and values round; "ulysses" exchanges heads for positions;
+            "hybrid" does the latter inside groups of ``ulysses_size`` ranks and the former between them.
+        ulysses_size: the Ulysses part of "hybrid"; ``"auto"``: the ranks of a node.
+        sequence_dim: which dim of the blocks' input the context-parallel ranks divide; ``"auto"`` finds it.
         save_distributed_checkpoint: a folder that all ranks write, or else one ordinary ``.ckpt`` file.
         process_group_backend: by default ``nccl`` on CUDA and ``gloo`` on CPU.
         timeout: how long a collective may wait for a rank.
@@ -95,6 +100,9 @@ class NDStrategy(ParallelStrategy):
         blocks: str | list[str] = "auto",
         compile_blocks: bool = False,
         reshard_after_forward: bool | Literal["auto"] = "auto",
+        context_parallel_attention: Literal["ring", "ulysses", "hybrid"] = "ring",
+        ulysses_size: Size = "auto",
+        sequence_dim: Size = "auto",
         save_distributed_checkpoint: bool = True,
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
@@ -107,15 +115,17 @@ class NDStrategy(ParallelStrategy):
             "context_parallel_size": context_parallel_size,
             "tensor_parallel_size": tensor_parallel_size,
         }
-        for name in ("pipeline_parallel_size", "context_parallel_size", "tensor_parallel_size"):
+        for name in ("pipeline_parallel_size", "tensor_parallel_size"):
             _refuse_axis(name, self._sizes[name])
         self._blocks = blocks
         self._options = DataParallelOptions(reshard_after_forward=reshard_after_forward, compile_blocks=compile_blocks)
+        self._context_options = ContextOptions(context_parallel_attention, ulysses_size, sequence_dim)
         self._process_group_backend = process_group_backend
         self._timeout = timeout
         self.num_nodes = 1  # set by the Trainer
         self._layout: ParallelLayout | None = None
         self._mesh: Mesh | None = None
+        self._model_ranks: ModelRanks | None = None
         self._data: DataParallel | None = None  # None again while a run has not reached set-up
         self._initialization = MetaInitialization()
         self._checkpoints = CheckpointTranslator(self, distributed=save_distributed_checkpoint)
@@ -248,6 +258,7 @@ class NDStrategy(ParallelStrategy):
         refuse_unsupported(trainer, self)
         self._checkpoints.agree_on_path()
         self._data = self._shard()
+        self._model_ranks = ModelRanks(self)
         self._checkpoints.load_pending_model()
         _allow_autograd_after_evaluation(trainer)
         self.barrier("setup")
@@ -269,7 +280,10 @@ class NDStrategy(ParallelStrategy):
         if self._layer_sync is not None:
             self.model = self._layer_sync.apply(self.model)
         blocks = find_blocks(module, self._blocks)
+        context = install_context(module, blocks, self)
         data = shard(module, blocks, self.mesh, self.root_device, self._options, self._initialization)
+        if context is not None:
+            context.install_outside()
         data.converted_to = converts_to(self.precision_plugin)
         self.model_to_device()  # what is neither parameter nor buffer: metric states
         data.settle()
@@ -305,7 +319,12 @@ class NDStrategy(ParallelStrategy):
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
-        return self._checkpoints.resumable(dataloader)
+        return self._checkpoints.resumable(seed_workers_alike(dataloader, self.data_parallel_rank))
+
+    def _same_samples(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        """The step, on ranks that work together on its samples."""
+        assert self._model_ranks is not None
+        return self._model_ranks.running(step)
 
     @override
     def on_train_start(self) -> None:
@@ -314,22 +333,22 @@ class NDStrategy(ParallelStrategy):
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         with self.precision_plugin.train_step_context():
-            return self.data.run_training_step(self._module.training_step, *args, **kwargs)
+            return self.data.run_training_step(self._same_samples(self._module.training_step), *args, **kwargs)
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         with self.precision_plugin.val_step_context():
-            return self._evaluation.run(self._module.validation_step, *args, **kwargs)
+            return self._evaluation.run(self._same_samples(self._module.validation_step), *args, **kwargs)
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         with self.precision_plugin.test_step_context():
-            return self._evaluation.run(self._module.test_step, *args, **kwargs)
+            return self._evaluation.run(self._same_samples(self._module.test_step), *args, **kwargs)
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         with self.precision_plugin.predict_step_context():
-            return self._evaluation.run(self._module.predict_step, *args, **kwargs)
+            return self._evaluation.run(self._same_samples(self._module.predict_step), *args, **kwargs)
 
     @override
     def on_validation_start(self) -> None:
