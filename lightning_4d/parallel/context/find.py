@@ -59,6 +59,13 @@ def _preferred(dims: int) -> list[int]:
     return [dims - 2, *range(dims - 2)]
 
 
+def _drop_hooks(block: nn.Module) -> None:
+    """What the user hooked in is not to see tensors without data; :func:`faked` puts the hooks back."""
+    for module in block.modules():
+        module._forward_pre_hooks.clear()
+        module._forward_hooks.clear()
+
+
 def attended_lengths(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int]:
     """The numbers of queries and keys in each attention of one call, in order; empty if the call cannot be followed."""
     lengths: list[int] = []
@@ -76,6 +83,7 @@ def attended_lengths(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
     )
     try:
         with faked(block, device, {}) as run:
+            _drop_hooks(block)
             given, named = tree_map(lambda leaf: run.tensor(leaf) if isinstance(leaf, Tensor) else leaf, (args, kwargs))
             with torch.no_grad(), private.dispatch_mode(observe):
                 block.forward(*given, **named)
