@@ -75,3 +75,12 @@ def test_equals_ddp(pool, kind):
     expected = reference(pool, 4, module, strategy="ddp_find_unused_parameters_true")
     actual = pool.run(4, train, module, partial(NDStrategy, data_parallel_replicate_size=2))
     compare(actual, expected, rtol=1e-10)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2 tied", "gpt2", "bert", "t5", "vit"])
+def test_context_parallelism_equals_ddp(pool, kind):
+    module = partial(HuggingFace, kind)
+    expected = reference(pool, 2, module, strategy="ddp_find_unused_parameters_true")
+    actual = pool.run(4, train, module, partial(NDStrategy, context_parallel_size=2))
+    for rank, mine in enumerate(actual):
+        compare(mine, expected[rank // 2], rtol=1e-10)

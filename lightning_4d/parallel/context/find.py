@@ -6,6 +6,7 @@ sizes of the arguments. A wrong guess costs speed and nothing else: whatever dim
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -84,7 +85,11 @@ def attended_lengths(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
     try:
         with faked(block, device, {}) as run:
             _drop_hooks(block)
-            given, named = tree_map(lambda leaf: run.tensor(leaf) if isinstance(leaf, Tensor) else leaf, (args, kwargs))
+            given, named = tree_map(
+                # A copy of a cache of keys and values, say, which the block would fill with tensors without data.
+                lambda leaf: run.tensor(leaf) if isinstance(leaf, Tensor) else copy.deepcopy(leaf),
+                (args, kwargs),
+            )
             with torch.no_grad(), private.dispatch_mode(observe):
                 block.forward(*given, **named)
     except Exception:

@@ -349,9 +349,12 @@ def cat(func: Callable[..., Any], args: Arguments, kwargs: Named) -> Any:
     """Join along another dim than the sequence's."""
     tensors = args[0] if args else kwargs["tensors"]
     dim = args[1] if len(args) > 1 else kwargs.get("dim", 0)
+    tensors = [tensor for tensor in tensors if isinstance(tensor, SequenceTensor) or tensor.shape != (0,)]
     lead = lead_of(tensors)
     if lead is None or kwargs.get("out") is not None or not _same_dims(tensors, lead):
         return NotImplemented
+    if len(tensors) == 1:  # with an empty one, as caches of keys and values begin
+        return tensors[0].clone()
     dims = tensors[0].dim()
     if dim % dims == dims - lead.back:
         return NotImplemented
