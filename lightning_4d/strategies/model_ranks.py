@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -33,10 +34,9 @@ def share_random_state(group: dist.ProcessGroup) -> None:
 
 def seed_workers_alike(dataloader: object, data_parallel_rank: int) -> object:
     """Let the loader's worker processes be seeded by the data-parallel rank; Lightning seeds them by the global one."""
-    if isinstance(dataloader, DataLoader):
-        init = dataloader.worker_init_fn
-        if isinstance(init, partial) and init.func is pl_worker_init_function:
-            dataloader.worker_init_fn = partial(pl_worker_init_function, rank=data_parallel_rank)
+    seeds_workers = os.environ.get("PL_SEED_WORKERS", "0") == "1"  # by seed_everything(workers=True)
+    if seeds_workers and isinstance(dataloader, DataLoader) and dataloader.worker_init_fn is None:
+        dataloader.worker_init_fn = partial(pl_worker_init_function, rank=data_parallel_rank)
     return dataloader
 
 

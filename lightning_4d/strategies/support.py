@@ -28,7 +28,7 @@ def refuse_unsupported(trainer: Trainer, strategy: NDStrategy) -> None:
         UnsupportedError: names the callback.
         CheckpointError: names the path.
     """
-    if strategy.layout.data_parallel_size > 1:
+    if spreads_parameters(strategy.layout):
         for callback in trainer.callbacks:  # pyright: ignore[reportAttributeAccessIssue]
             if isinstance(callback, (StochasticWeightAveraging, WeightAveraging)):
                 raise UnsupportedError(
@@ -43,6 +43,11 @@ def refuse_unsupported(trainer: Trainer, strategy: NDStrategy) -> None:
             path = getattr(callback, "dirpath", None) or trainer.default_root_dir
             if is_remote(path):
                 local_path(path)
+
+
+def spreads_parameters(layout: ParallelLayout) -> bool:
+    """Whether the module's parameters are sharded or replicated over several ranks."""
+    return layout.data_parallel_size * layout.context_parallel_size > 1
 
 
 def converts_to(plugin: Precision) -> str | None:
@@ -113,7 +118,7 @@ def refuse_flattening(optimizer: Optimizer, layout: ParallelLayout) -> None:
     Raises:
         UnsupportedError: names the optimizer.
     """
-    if isinstance(optimizer, LBFGS) and layout.data_parallel_size > 1:
+    if isinstance(optimizer, LBFGS) and spreads_parameters(layout):
         raise UnsupportedError(
             explain(
                 f"{type(optimizer).__name__} with layout {layout}",
