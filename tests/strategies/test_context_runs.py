@@ -81,9 +81,7 @@ def fit_and_resume(folder: str) -> Any:
             trainer.fit(module, ckpt_path=path)
             path = f"{folder}/{len(steps)}-{stop}.ckpt"
             trainer.save_checkpoint(path)
-        results.append(
-            {"parameters": whole_parameters(module), "loss": float(trainer.callback_metrics["train_loss"])}
-        )
+        results.append({"parameters": whole_parameters(module), "loss": float(trainer.callback_metrics["train_loss"])})
     return results
 
 
@@ -191,7 +189,9 @@ class Watching(TinyGPT):
 
     def forward(self, tokens: Tensor) -> Tensor:
         seen: list[Any] = []
-        handle = self.blocks[1].norm1.register_forward_hook(lambda m, args, out: seen.append((type(args[0]), args[0].shape)))
+        handle = self.blocks[1].norm1.register_forward_hook(
+            lambda m, args, out: seen.append((type(args[0]), args[0].shape))
+        )
         logits = super().forward(tokens)
         handle.remove()
         assert [(kind, tuple(shape)) for kind, shape in seen] == [(SequenceTensor, (len(tokens), self.length, 16))]

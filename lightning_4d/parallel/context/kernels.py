@@ -115,7 +115,7 @@ def _efficient_forward(
 ) -> tuple[Tensor, Tensor]:
     bias = _aligned(mask, q, k)
     out, lse, *_ = private.CUDA_EFFICIENT_ATTENTION(q, k, v, bias, True, 0.0, is_causal, scale=scale)
-    return out, lse[..., : q.shape[2]]
+    return out, lse.narrow(-1, 0, q.shape[2])
 
 
 def _efficient_backward(
@@ -136,7 +136,7 @@ def _aligned(mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
         return None
     columns = mask.shape[-1]
     if columns % _BIAS_COLUMNS:
-        mask = F.pad(mask, (0, -columns % _BIAS_COLUMNS))[..., :columns]
+        mask = F.pad(mask, (0, -columns % _BIAS_COLUMNS)).narrow(-1, 0, columns)
     return mask.expand(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
 
 

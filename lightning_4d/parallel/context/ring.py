@@ -209,7 +209,7 @@ def _accurate(dtype: torch.dtype) -> torch.dtype:
 # ----------------------------------------------------------------------------------------------------- communication
 
 
-class _Hop:
+class Hop:
     """One tensor on its way to the next rank, another on its way here."""
 
     def __init__(self, sent: Tensor, received: Tensor, group: dist.ProcessGroup) -> None:
@@ -230,10 +230,10 @@ class _Hop:
         return self._received
 
 
-def _send_keys(kv: Tensor, ring: Ring, source: int) -> _Hop:
+def _send_keys(kv: Tensor, ring: Ring, source: int) -> Hop:
     """Pass on the keys that came from ``source``, and receive those of the rank before it."""
     coming = _count(ring.key_runs[(source - 1) % ring.size])
-    return _Hop(kv, kv.new_empty((*kv.shape[:3], coming, kv.shape[4])), ring.group)
+    return Hop(kv, kv.new_empty((*kv.shape[:3], coming, kv.shape[4])), ring.group)
 
 
 # ---------------------------------------------------------------------------------------------------------- autograd
@@ -299,7 +299,7 @@ def _backward(
     grad_q = torch.zeros_like(q, dtype=accurate)
     home = torch.zeros_like(kv, dtype=accurate)  # of this rank's own keys, as far as its own queries go
     passing: Tensor | None = None  # the gradient that travels with the keys
-    travel: _Hop | None = None
+    travel: Hop | None = None
     for step in range(ring.size):
         source = (ring.rank - step) % ring.size
         hop = _send_keys(kv, ring, source) if step + 1 < ring.size else None
@@ -315,7 +315,7 @@ def _backward(
         if step > 0:
             passing = grad_kv if travel is None else travel.wait().add_(grad_kv)
             coming = _count(ring.key_runs[(source - 1) % ring.size])
-            travel = _Hop(passing, passing.new_empty((*kv.shape[:3], coming, kv.shape[4])), ring.group)
+            travel = Hop(passing, passing.new_empty((*kv.shape[:3], coming, kv.shape[4])), ring.group)
         if hop is not None:
             kv = hop.wait()
     if travel is not None:
