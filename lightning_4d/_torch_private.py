@@ -428,7 +428,7 @@ _CHECKPOINT_FUNCTIONS = ("_NoopSaveInputs",)  # of torch.utils.checkpoint: only 
 def intercept_autograd_functions(
     wrapper: type[Tensor], unwrap: Callable[[type, tuple[Any, ...]], tuple[Any, ...]]
 ) -> None:
-    """Call ``unwrap(function, args)`` before each autograd ``Function.apply`` that has a ``wrapper`` among its arguments.
+    """Call ``unwrap(function, args)`` before each ``Function.apply`` of autograd that has a ``wrapper`` as an argument.
 
     Reason: an autograd function called with a wrapper makes a graph in which the wrapped tensor is missing: gradients
     before it would silently be None. ``apply`` is reached through ``super()`` of the private base class, so that also
@@ -444,3 +444,10 @@ def intercept_autograd_functions(
         return super(base, cls).apply(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
 
     base.apply = classmethod(apply)
+
+
+NN_FUNCTIONS: Any = torch._C._nn  # pyright: ignore[reportAttributeAccessIssue]
+"""Where the functions of ``torch.nn.functional`` that are written in C++ are, under their names there.
+
+Reason: ``__torch_function__`` names the function itself, and for some of them that is this one.
+"""

@@ -49,5 +49,5 @@ def test_axes_and_groups_are_those_of_the_layout(pool, text):
         assert found["parameters"] == parameters
         assert (found["parameter_size"], found["parameter_source"]) == (len(parameters), parameters[0])
         assert layout.group_ranks("cp", rank) in found["context"]
-        assert sorted(sum(found["context"], [])) == list(range(8))
+        assert sorted(rank for group in found["context"] for rank in group) == list(range(8))
         assert str(layout) in found["text"]

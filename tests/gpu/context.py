@@ -5,7 +5,7 @@
 
 gloo sends from CPU memory only, so what ranks exchange goes through it here; all else is the code that trains.
 Prints one JSON line per case: the largest errors of the result and of the gradients, relative to the largest number,
-and those of the same kernel on one process, both against fp64 on the CPU. Exits with 1 if ours is more than twice as far.
+and those of attention on one process, both against fp64 on the CPU. Exits with 1 if ours is more than twice as far.
 """
 
 from __future__ import annotations

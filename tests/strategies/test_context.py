@@ -87,7 +87,7 @@ class Shifted(SyntheticModule):
 
 
 class Mixed(TinyGPT):
-    """Between its blocks the model mixes positions by a convolution; after them it pools attention that is written out."""
+    """Mixes positions between its blocks by a convolution; after them pools by attention that is written out."""
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)

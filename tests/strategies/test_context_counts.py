@@ -11,6 +11,7 @@ import torch.distributed as dist
 from lightning.pytorch import Callback
 from torch import Tensor
 
+from examples import train_gpt
 from lightning_4d import NDStrategy
 from lightning_4d.callbacks.activation_checkpointing import ActivationCheckpointing
 from lightning_4d.callbacks.mfu_monitor import MFUMonitor
@@ -18,7 +19,6 @@ from lightning_4d.parallel.blocks import find_blocks
 from lightning_4d.parallel.context import ContextParallel, make_groups
 from lightning_4d.parallel.context.layout import SequenceLayout
 from lightning_4d.parallel.context.ring import visible_parts
-from examples import train_gpt
 from tests.modules import TinyGPT
 from tests.saved_bytes import SavedBytes
 from tests.strategies.scenarios import quiet, trainer_with
@@ -27,7 +27,7 @@ from tests.strategies.scenarios import quiet, trainer_with
 
 
 def saved_bytes(length: int, ulysses: int) -> tuple[int, int, int]:
-    """What autograd holds of the example GPT at the end of forward: on one process, here, and here with logits alone."""
+    """What autograd holds of the example GPT at the end of forward: on one process, and here; and whole logits."""
     torch.manual_seed(0)
     model = train_gpt.GPT(n_layers=2)
     tokens = torch.randint(256, (1, length))

@@ -49,7 +49,7 @@ def context_attention(
     Which ranks must call: all of ``groups.group``.
     """
     size, value_size = q_BHTD.shape[-1], v_BGSD.shape[-1]
-    scale = size**-0.5 if scale is None else scale
+    scale = float(size**-0.5) if scale is None else scale
     multiple = _CUDA_MULTIPLE if q_BHTD.is_cuda else 1
     width = -(-max(size, value_size) // multiple) * multiple
     q, k, v = (F.pad(t, (0, width - t.shape[-1])) if t.shape[-1] < width else t for t in (q_BHTD, k_BGSD, v_BGSD))

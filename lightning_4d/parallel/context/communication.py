@@ -20,7 +20,6 @@ from lightning_4d.parallel.context.groups import ContextGroups
 from lightning_4d.parallel.context.layout import SequenceLayout
 from lightning_4d.parallel.context.ring import take_runs
 
-
 # Renamed in torch 2.13, where the old name warns.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 

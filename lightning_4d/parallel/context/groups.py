@@ -110,5 +110,5 @@ def make_groups(
 
 def _subgroup(ranks: list[list[int]]) -> dist.ProcessGroup:
     group, _ = dist.new_subgroups_by_enumeration(ranks)
-    assert group is not None
+    assert isinstance(group, dist.ProcessGroup)
     return group

@@ -1,7 +1,7 @@
 """Which positions of a sequence each rank holds.
 
-A *run* is a range of consecutive positions. Every rank holds a few runs in ascending order; all ranks together hold each
-position once. Plain arithmetic, equal on all ranks.
+A *run* is a range of consecutive positions. Every rank holds a few runs in ascending order; together the ranks hold
+each position once. Plain arithmetic, equal on all ranks.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from itertools import pairwise
 
 Run = tuple[int, int]
 """The positions from the first number up to, not including, the second."""
@@ -123,7 +124,7 @@ def _sliced(layout: SequenceLayout, start: int, stop: int) -> SequenceLayout:
 def _divide(length: int, parts: int) -> list[Run]:
     size, longer = divmod(length, parts)
     bounds = [i * size + min(i, longer) for i in range(parts + 1)]
-    return list(zip(bounds[:-1], bounds[1:], strict=True))
+    return list(pairwise(bounds))
 
 
 def _part(runs: Sequence[Run], start: int, stop: int) -> list[Run]:

@@ -170,8 +170,7 @@ class _Work:
         if self.mask is None:
             return None
         mask = self.mask if self.mask.shape[-1] == 1 else take_runs(self.mask, -1, keys)
-        mask = mask.expand(*mask.shape[:-2], part.queries[1] - part.queries[0], part.keys[1] - part.keys[0])
-        return mask
+        return mask.expand(*mask.shape[:-2], part.queries[1] - part.queries[0], part.keys[1] - part.keys[0])
 
     def forward(self, q: Tensor, kv: Tensor, part: _Part, source: int) -> tuple[Tensor, Tensor]:
         """Out and log-sum-exp of one call, the latter -inf for queries that see no key in it."""
@@ -188,17 +187,20 @@ class _Work:
     ) -> tuple[Tensor, Tensor, Tensor]:
         k, v = self._keys(q, kv, part)
         mask = self.mask_of(part, source)
-        grads = self.kernel.backward(grad, q, k, v, out, lse, mask, part.rule == "diagonal", self.scale)
-        if k.shape[1] == kv.shape[2]:
-            return grads
-        heads = kv.shape[2]
-        return grads[0], *(g.unflatten(1, (heads, -1)).sum(2, dtype=_accurate(g.dtype)) for g in grads[1:])
+        causal = part.rule == "diagonal"
+        grad_q, grad_k, grad_v = self.kernel.backward(grad, q, k, v, out, lse, mask, causal, self.scale)
+        return grad_q, _of_groups(grad_k, kv.shape[2]), _of_groups(grad_v, kv.shape[2])
 
     def _keys(self, q: Tensor, kv: Tensor, part: _Part) -> tuple[Tensor, Tensor]:
         kv = kv[:, :, :, part.keys[0] : part.keys[1]]
         if not self.kernel.grouped and kv.shape[2] != q.shape[1]:
             kv = kv.repeat_interleave(q.shape[1] // kv.shape[2], dim=2)
         return kv[0], kv[1]
+
+
+def _of_groups(grad: Tensor, heads: int) -> Tensor:
+    """Add up the gradients of repeated heads."""
+    return grad if grad.shape[1] == heads else grad.unflatten(1, (heads, -1)).sum(2, dtype=_accurate(grad.dtype))
 
 
 def _accurate(dtype: torch.dtype) -> torch.dtype:
@@ -306,9 +308,8 @@ def _backward(
         grad_kv = home if step == 0 else torch.zeros_like(kv, dtype=accurate)
         for part in work.parts(source):
             rows, keys = slice(*part.queries), slice(*part.keys)
-            given = (tensor[:, :, rows].contiguous() for tensor in (grad, q))
-            whole = (tensor[:, :, rows].contiguous() for tensor in (out, lse))
-            part_q, part_k, part_v = work.backward(*given, kv, *whole, part, source)
+            g, q_rows, o, m = (tensor[:, :, rows].contiguous() for tensor in (grad, q, out, lse))
+            part_q, part_k, part_v = work.backward(g, q_rows, kv, o, m, part, source)
             grad_q[:, :, rows] += part_q
             grad_kv[0, :, :, keys] += part_k
             grad_kv[1, :, :, keys] += part_v

@@ -42,9 +42,10 @@ class SequenceTensor(torch.Tensor):
 
     part: Tensor
     sharding: Sharding
+    _shape: torch.Size
 
     @staticmethod
-    def __new__(cls, part: Tensor, sharding: Sharding) -> SequenceTensor:
+    def __new__(cls: type[SequenceTensor], part: Tensor, sharding: Sharding) -> SequenceTensor:
         """Show ``part`` as the whole tensor that ``sharding`` describes."""
         shape = list(part.shape)
         shape[sharding.dim] = sharding.size
@@ -79,12 +80,12 @@ class SequenceTensor(torch.Tensor):
     # What is asked most, without a detour through __torch_function__.
 
     @property
-    def shape(self) -> torch.Size:
+    def shape(self) -> torch.Size:  # pyright: ignore[reportIncompatibleVariableOverride]
         """Of the whole tensor."""
         return self._shape
 
     @property
-    def ndim(self) -> int:
+    def ndim(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
         """The number of dims."""
         return len(self._shape)
 
@@ -98,22 +99,22 @@ class SequenceTensor(torch.Tensor):
         self.part.requires_grad = value
 
     @property
-    def grad_fn(self) -> Any:
+    def grad_fn(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
         """Of the part."""
         return self.part.grad_fn
 
     @property
-    def is_leaf(self) -> bool:
+    def is_leaf(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
         """Of the part."""
         return self.part.is_leaf
 
     @property
-    def grad(self) -> None:
+    def grad(self) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
         """None: a part keeps no gradient."""
         return None
 
     @property
-    def _version(self) -> int:
+    def _version(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self.part._version
 
     def dim(self) -> int:
@@ -130,9 +131,9 @@ class SequenceTensor(torch.Tensor):
         """Of the whole tensor."""
         return self._shape if dim is None else self._shape[dim]
 
-    def requires_grad_(self, requires_grad: bool = True) -> SequenceTensor:
+    def requires_grad_(self, mode: bool = True) -> SequenceTensor:
         """Let the part take part in the gradient, or not."""
-        self.part.requires_grad_(requires_grad)
+        self.part.requires_grad_(mode)
         return self
 
     def __len__(self) -> int:

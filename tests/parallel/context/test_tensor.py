@@ -12,8 +12,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_4d.parallel.context import GatherWarning, SequenceTensor, make_groups, report, whole
 from lightning_4d.errors import UnsupportedError
+from lightning_4d.parallel.context import GatherWarning, SequenceTensor, make_groups, report, whole
 from lightning_4d.parallel.context.communication import Sharding, cut
 from lightning_4d.parallel.context.tensor import guard_autograd_functions, wrap
 
@@ -181,21 +181,21 @@ FUNCTIONS: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "columns": lambda x, w: w @ x.transpose(1, 2),
     "attention": attention,
     "causal attention": lambda x, w: attention(x, w, is_causal=True),
-    "attention with padding": lambda x, w: attention(x, w, attn_mask=(labels(x) != -100)[:, None, None] | (torch.arange(x.shape[1]) == 0)),
+    "attention with padding": lambda x, w: attention(x, w, attn_mask=(labels(x) != -100)[:, None, None] | (torch.arange(x.shape[1]) == 0)),  # noqa: E501
     "attention with bias": lambda x, w: attention(x, w, attn_mask=torch.arange(x.shape[1])[:, None].to(x) * -0.1),
-    "attention to a whole": lambda x, w: F.scaled_dot_product_attention(heads_of(x), heads_of(w[None, :8].tanh() * torch.ones(B, 1, 1)), heads_of(w[None, 8:16] * torch.ones(B, 1, 1))),
+    "attention to a whole": lambda x, w: F.scaled_dot_product_attention(heads_of(x), heads_of(w[None, :8].tanh() * torch.ones(B, 1, 1)), heads_of(w[None, 8:16] * torch.ones(B, 1, 1))),  # noqa: E501
     "attention of 3 dims": lambda x, w: F.scaled_dot_product_attention(x, F.linear(x, w[:C]), x, is_causal=True),
     "linear attention": linear_attention,
     "cross entropy": lambda x, w: F.cross_entropy(F.linear(x, w[:C]).flatten(0, 1), labels(x).flatten()),
     "cross entropy of 3 dims": lambda x, w: F.cross_entropy(F.linear(x, w[:C]).transpose(1, 2), labels(x)),
-    "weighted": lambda x, w: F.cross_entropy(x.flatten(0, 1), labels(x).flatten(), weight=torch.arange(1.0, C + 1).double()),
+    "weighted": lambda x, w: F.cross_entropy(x.flatten(0, 1), labels(x).flatten(), weight=torch.arange(1.0, C + 1).double()),  # noqa: E501
     "smoothed": lambda x, w: F.cross_entropy(x.flatten(0, 1), labels(x).flatten(), label_smoothing=0.1),
-    "smoothed and weighted": lambda x, w: F.cross_entropy(x.flatten(0, 1), labels(x).flatten(), label_smoothing=0.1, weight=torch.arange(1.0, C + 1).double()),
+    "smoothed and weighted": lambda x, w: F.cross_entropy(x.flatten(0, 1), labels(x).flatten(), label_smoothing=0.1, weight=torch.arange(1.0, C + 1).double()),  # noqa: E501
     "sum of losses": lambda x, w: F.cross_entropy(x.transpose(1, 2), labels(x), reduction="sum"),
     "each loss": lambda x, w: F.cross_entropy(x.transpose(1, 2), labels(x), reduction="none").sum() / 7,
     "probabilities": lambda x, w: F.cross_entropy(x.flatten(0, 1), torch.full((B * x.shape[1], C), 1 / C).double()),
     "nll": lambda x, w: F.nll_loss(x.log_softmax(-1).flatten(0, 1), labels(x).flatten()),
-    "mse": lambda x, w: F.mse_loss(x, torch.ones(x.shape, dtype=x.dtype)) + F.l1_loss(x, w[0].expand(x.shape), reduction="sum"),
+    "mse": lambda x, w: F.mse_loss(x, torch.ones(x.shape, dtype=x.dtype)) + F.l1_loss(x, w[0].expand(x.shape), reduction="sum"),  # noqa: E501
     "shifted loss": shifted_loss,
     "loss as Hugging Face": hf_loss,
     "chunked loss": chunked_loss,
@@ -207,7 +207,7 @@ FUNCTIONS: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "written out attention": written_out,
     "einsum": einsums,
     "convolution": conv,
-    "mixing positions": lambda x, w: F.linear(x.transpose(1, 2), torch.arange(x.shape[1] ** 2.0).sin().view(x.shape[1], -1).double()).transpose(1, 2),
+    "mixing positions": lambda x, w: F.linear(x.transpose(1, 2), torch.arange(x.shape[1] ** 2.0).sin().view(x.shape[1], -1).double()).transpose(1, 2),  # noqa: E501
     "softmax over positions": lambda x, w: F.softmax(x, dim=1) + x.cumsum(1) + x.amax(1, keepdim=True) + x.roll(1, 1),
     "differences": lambda x, w: x[:, 1:] - x[:, :-1],
     "joined positions": lambda x, w: torch.cat([w[None, :1].expand(B, -1, -1), x], dim=1) * 2,
@@ -219,7 +219,7 @@ FUNCTIONS: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "into a plain tensor": into_plain,
     "autograd function": lambda x, w: Double.apply(x) + early_bound(x * 2),
     "attention dropout": lambda x, w: attention(x, w, dropout_p=0.3),
-    "learned bias": lambda x, w: attention(x, w, attn_mask=w[:1, :1].expand(x.shape[1], x.shape[1]) * torch.arange(x.shape[1])),
+    "learned bias": lambda x, w: attention(x, w, attn_mask=w[:1, :1].expand(x.shape[1], x.shape[1]) * torch.arange(x.shape[1])),  # noqa: E501
     "random": lambda x, w: x + torch.rand_like(x) * w[0],
 }  # fmt: skip
 FIRST_GATHERED = "written out attention"

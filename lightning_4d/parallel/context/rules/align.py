@@ -34,7 +34,7 @@ def lead_of(values: Iterable[Any]) -> Lead | None:
 def aligned(value: Any, lead: Lead, name: str) -> Any:
     """The part of ``value`` that meets the lead's part; what is no tensor, or has one size for all positions, as it is.
 
-    A sequence in another dim is gathered; a plain tensor that has the whole length where the lead's sequence is, is cut.
+    A sequence in another dim is gathered; a plain tensor with the whole length where the lead's sequence is, is cut.
     """
     if not isinstance(value, Tensor):
         return value

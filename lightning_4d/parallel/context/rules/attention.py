@@ -59,12 +59,12 @@ def _by_position(query: SequenceTensor, key: Any, value: Any, mask: Any, is_caus
     if keys is None or values is None or not keys.sharding.same_positions(values.sharding):
         return NotImplemented
     mask = gather(mask.part, mask.sharding) if isinstance(mask, SequenceTensor) else mask
-    parts = [x.part for x in (query, keys, values)]
+    q, k, v = (x.part for x in (query, keys, values))
     flat = query.dim() == 3
     if flat:  # (heads of all samples, T, D)
-        parts = [part.unsqueeze(0) for part in parts]
+        q, k, v = (part.unsqueeze(0) for part in (q, k, v))
     out = context_attention(
-        *parts, groups, query.sharding.layout, keys.sharding.layout, mask=mask, is_causal=is_causal, scale=scale
+        q, k, v, groups, query.sharding.layout, keys.sharding.layout, mask=mask, is_causal=is_causal, scale=scale
     )
     return wrap(out.squeeze(0) if flat else out, query.sharding)
 

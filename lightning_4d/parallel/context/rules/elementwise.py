@@ -9,41 +9,42 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lightning_4d import _torch_private as private
 from lightning_4d.parallel.context.communication import take_part
 from lightning_4d.parallel.context.rules.align import aligned, broadcasts, lead_of
 from lightning_4d.parallel.context.tensor import SequenceTensor, rule, wrap
 
 _UNARY = """
-abs absolute acos acosh angle arccos arccosh arcsin arcsinh arctan arctanh asin asinh atan atanh bitwise_not ceil clamp
-clamp_max clamp_min clip conj conj_physical cos cosh deg2rad digamma erf erfc erfinv exp exp2 expm1 fix floor frac
-i0 isfinite isinf isnan isneginf isposinf isreal lgamma log log10 log1p log2 logical_not logit nan_to_num neg negative
-positive rad2deg reciprocal relu round rsqrt sgn sigmoid sign signbit sin sinc sinh sqrt square tan tanh trunc
-hardshrink threshold celu selu elu gelu silu mish softplus softsign relu6 leaky_relu hardtanh hardswish
+abs absolute acos acosh angle arccos arccosh arcsin arcsinh arctan arctanh asin asinh atan atanh bitwise_not ceil
+clamp clamp_max clamp_min clip conj conj_physical cos cosh deg2rad digamma erf erfc erfinv exp exp2 expm1 fix floor
+frac i0 isfinite isinf isnan isneginf isposinf isreal lgamma log log10 log1p log2 logical_not logit nan_to_num neg
+negative positive rad2deg reciprocal relu round rsqrt sgn sigmoid sign signbit sin sinc sinh sqrt square tan tanh
+trunc hardshrink threshold celu selu elu gelu silu mish softplus softsign relu6 leaky_relu hardtanh hardswish
 hardsigmoid logsigmoid tanhshrink softshrink
-""".split()
+"""
 _BINARY = """
-add addcdiv addcmul arctan2 atan2 bitwise_and bitwise_or bitwise_xor bitwise_left_shift bitwise_right_shift copysign div
-divide eq floor_divide float_power fmax fmin fmod ge greater greater_equal gt heaviside hypot isclose ldexp le lerp less
-less_equal logaddexp logaddexp2 logical_and logical_or logical_xor lt masked_fill maximum minimum mul multiply ne
-nextafter not_equal pow remainder rsub sub subtract true_divide where xlogy
-""".split()
+add addcdiv addcmul arctan2 atan2 bitwise_and bitwise_or bitwise_xor bitwise_left_shift bitwise_right_shift copysign
+div divide eq floor_divide float_power fmax fmin fmod ge greater greater_equal gt heaviside hypot isclose ldexp le
+lerp less less_equal logaddexp logaddexp2 logical_and logical_or logical_xor lt masked_fill maximum minimum mul
+multiply ne nextafter not_equal pow remainder rsub sub subtract true_divide where xlogy
+"""
 _METHODS = """
-float double half bfloat16 long int short char byte bool cfloat cdouble cpu cuda contiguous clone detach
-copy_ zero_ fill_ __abs__ __neg__ __pos__ __invert__ __add__ __radd__ __iadd__ __sub__ __rsub__ __isub__ __mul__
-__rmul__ __imul__ __truediv__ __rtruediv__ __itruediv__ __div__ __rdiv__ __idiv__ __floordiv__ __rfloordiv__
-__ifloordiv__ __mod__ __rmod__ __imod__ __pow__ __rpow__ __ipow__ __and__ __rand__ __iand__ __or__ __ror__ __ior__
-__xor__ __rxor__ __ixor__ __lshift__ __rlshift__ __ilshift__ __rshift__ __rrshift__ __irshift__ __eq__ __ne__ __lt__
-__le__ __gt__ __ge__
-""".split()
+float double half bfloat16 long int short char byte bool cfloat cdouble cpu cuda contiguous clone detach copy_ zero_
+fill_ __abs__ __neg__ __pos__ __invert__ __add__ __radd__ __iadd__ __sub__ __rsub__ __isub__ __mul__ __rmul__
+__imul__ __truediv__ __rtruediv__ __itruediv__ __div__ __rdiv__ __idiv__ __floordiv__ __rfloordiv__ __ifloordiv__
+__mod__ __rmod__ __imod__ __pow__ __rpow__ __ipow__ __and__ __rand__ __iand__ __or__ __ror__ __ior__ __xor__
+__rxor__ __ixor__ __lshift__ __rlshift__ __ilshift__ __rshift__ __rrshift__ __irshift__ __eq__ __ne__ __lt__ __le__
+__gt__ __ge__
+"""
 
 
 def _functions() -> Iterator[Any]:
-    for name in (*_UNARY, *_BINARY):
+    for name in (_UNARY + _BINARY).split():
         for spelling in (name, name + "_"):
-            for place in (torch, torch.Tensor, F, torch.special, torch._C._nn):
+            for place in (torch, torch.Tensor, F, torch.special, private.NN_FUNCTIONS):
                 if hasattr(place, spelling):
                     yield getattr(place, spelling)
-    for name in _METHODS:
+    for name in _METHODS.split():
         if hasattr(torch.Tensor, name):
             yield getattr(torch.Tensor, name)
     yield torch.clone

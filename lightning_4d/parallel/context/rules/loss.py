@@ -123,15 +123,15 @@ def elementwise_loss(func: Callable[..., Any], args: Arguments, kwargs: Named) -
     lead = lead_of((*args, *kwargs.values()))
     if lead is None or len(args) > 2 or kwargs.get("size_average") is not None or kwargs.get("reduce") is not None:
         return NotImplemented
-    values = (*args, *kwargs.values())
-    if not all(broadcasts(value, lead) for value in values):
+    given = list(args)
+    if not all(broadcasts(value, lead) for value in (*given, *kwargs.values())):
         return NotImplemented
     named = {k: aligned(v, lead, func.__name__) for k, v in kwargs.items() if k != "reduction"}
-    each = lead.wrapped(func(*(aligned(v, lead, func.__name__) for v in args), reduction="none", **named))
+    each = lead.wrapped(func(*(aligned(v, lead, func.__name__) for v in given), reduction="none", **named))
     if reduction == "none":
         return each
     if reduction == "mean":
         return each.mean()
     if reduction == "sum":
         return each.sum()
-    return each.sum() / args[0].shape[0] if reduction == "batchmean" else NotImplemented
+    return each.sum() / given[0].shape[0] if reduction == "batchmean" else NotImplemented

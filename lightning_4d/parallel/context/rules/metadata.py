@@ -9,19 +9,19 @@ import torch
 
 from lightning_4d.parallel.context.tensor import SequenceTensor, rule
 
-_PROPERTIES = (
-    "is_cuda is_cpu is_xpu is_mps is_meta is_sparse is_sparse_csr is_quantized is_mkldnn is_nested is_ipu is_xla "
-    "is_maia is_mtia is_vulkan layout itemsize names output_nr name device dtype"
-).split()
-_METHODS = (
-    "is_floating_point is_complex is_signed is_inference is_contiguous is_conj is_neg is_same_size element_size "
-    "get_device is_pinned is_shared new_zeros new_ones new_empty new_full new_tensor is_coalesced"
-).split()
+_PROPERTIES = """
+is_cuda is_cpu is_xpu is_mps is_meta is_sparse is_sparse_csr is_quantized is_mkldnn is_nested is_ipu is_xla is_maia
+is_mtia is_vulkan layout itemsize names output_nr name device dtype
+"""
+_METHODS = """
+is_floating_point is_complex is_signed is_inference is_contiguous is_conj is_neg is_same_size element_size
+get_device is_pinned is_shared new_zeros new_ones new_empty new_full new_tensor is_coalesced
+"""
 
 
 def _functions() -> list[Any]:
-    properties = [getattr(torch.Tensor, name).__get__ for name in _PROPERTIES if hasattr(torch.Tensor, name)]
-    methods = [getattr(torch.Tensor, name) for name in _METHODS if hasattr(torch.Tensor, name)]
+    properties = [getattr(torch.Tensor, name).__get__ for name in _PROPERTIES.split() if hasattr(torch.Tensor, name)]
+    methods = [getattr(torch.Tensor, name) for name in _METHODS.split() if hasattr(torch.Tensor, name)]
     return [*properties, *methods, torch.is_floating_point, torch.is_complex, torch.result_type, torch.get_device]
 
 

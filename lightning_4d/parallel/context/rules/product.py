@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lightning_4d import _torch_private as private
 from lightning_4d.parallel.context.communication import cut, gather, reduce_sum, use_whole
 from lightning_4d.parallel.context.report import report_gather
 from lightning_4d.parallel.context.rules.align import aligned, lead_of
@@ -25,7 +26,7 @@ def _whole(value: Any, name: str) -> Any:
     return gather(value.part, value.sharding)
 
 
-@rule(F.linear, torch._C._nn.linear)
+@rule(F.linear, private.NN_FUNCTIONS.linear)
 def linear(func: Callable[..., Any], args: Arguments, kwargs: Named) -> Any:
     """Each position by itself, with weights that all positions use."""
     return _linear(func, *args, **kwargs)
@@ -44,9 +45,11 @@ def _linear(func: Callable[..., Any], input: Any, weight: Any, bias: Any = None)
 @rule(torch.addmm, torch.Tensor.addmm)
 def addmm(func: Callable[..., Any], args: Arguments, kwargs: Named) -> Any:
     """A bias of each column, and a matrix of positions times one that all positions use."""
-    if len(args) != 3 or not isinstance(args[1], SequenceTensor) or args[1].sharding.dim != 0:
+    if len(args) != 3:
         return NotImplemented
     bias, rows, columns = args
+    if not isinstance(rows, SequenceTensor) or rows.sharding.dim != 0:
+        return NotImplemented
     if isinstance(bias, SequenceTensor) or isinstance(columns, SequenceTensor) or bias.dim() != 1:
         return NotImplemented
     groups = rows.sharding.groups
@@ -56,19 +59,25 @@ def addmm(func: Callable[..., Any], args: Arguments, kwargs: Named) -> Any:
 @rule(F.embedding, torch.embedding)
 def embedding(func: Callable[..., Any], args: Arguments, kwargs: Named) -> Any:
     """Rows of a table for each position."""
-    ids = args[0] if args else kwargs["input"]
-    weight = args[1] if len(args) > 1 else kwargs["weight"]
+    ids, weight, *rest = _first(args, kwargs, "input", "weight")
     if func is not F.embedding or not isinstance(ids, SequenceTensor) or isinstance(weight, SequenceTensor):
         return NotImplemented
     named = {name: value for name, value in kwargs.items() if name not in ("input", "weight")}
-    return wrap(func(ids.part, use_whole(weight, ids.sharding.groups), *args[2:], **named), ids.sharding)
+    return wrap(func(ids.part, use_whole(weight, ids.sharding.groups), *rest, **named), ids.sharding)
 
 
 @rule(F.one_hot)
 def one_hot(func: Callable[..., Any], args: Arguments, kwargs: Named) -> Any:
     """A vector for each position; the number of classes must be given, else all positions decide it."""
-    classes = args[1] if len(args) > 1 else kwargs.get("num_classes", -1)
-    return NotImplemented if classes < 0 else wrap(F.one_hot(args[0].part, classes), args[0].sharding)
+    ids, *rest = args
+    classes = rest[0] if rest else kwargs.get("num_classes", -1)
+    return NotImplemented if classes < 0 else wrap(F.one_hot(ids.part, classes), ids.sharding)
+
+
+def _first(args: Arguments, kwargs: Named, *names: str) -> list[Any]:
+    """The first arguments, by place or by name, and the rest of those by place."""
+    given = list(args)
+    return [*given, *(kwargs[name] for name in names[len(given) :])]
 
 
 # -------------------------------------------------------------------------------------------------- matrix products
@@ -140,10 +149,12 @@ def _batches(left: Any, right: Any, place_right: int | None) -> Any:
 @rule(torch.einsum)
 def einsum(func: Callable[..., Any], args: Arguments, kwargs: Named) -> Any:
     """By the letter of the sequence: it stays, or is summed over."""
-    operands = args[1:] if len(args) > 2 or not isinstance(args[1], (list, tuple)) else tuple(args[1])
-    if not isinstance(args[0], str) or "." in args[0] or "->" not in args[0]:
+    equation, *operands = args
+    if len(operands) == 1 and isinstance(operands[0], (list, tuple)):
+        operands = list(operands[0])
+    if not isinstance(equation, str) or "." in equation or "->" not in equation:
         return NotImplemented
-    inputs, output = args[0].replace(" ", "").split("->")
+    inputs, output = equation.replace(" ", "").split("->")
     terms = inputs.split(",")
     first = next(i for i, operand in enumerate(operands) if isinstance(operand, SequenceTensor))
     sharding = operands[first].sharding
@@ -151,7 +162,7 @@ def einsum(func: Callable[..., Any], args: Arguments, kwargs: Named) -> Any:
     if any(term.count(letter) > 1 for term in terms):
         return NotImplemented
     parts = [_operand(operand, term, letter, sharding) for operand, term in zip(operands, terms, strict=True)]
-    result = func(args[0], *parts)
+    result = func(equation, *parts)
     if letter in output:
         return wrap(result, sharding.at(output.index(letter)))
     return reduce_sum(result, sharding.groups)
@@ -159,9 +170,9 @@ def einsum(func: Callable[..., Any], args: Arguments, kwargs: Named) -> Any:
 
 def _operand(operand: Any, term: str, letter: str, sharding: Any) -> Tensor:
     if isinstance(operand, SequenceTensor):
-        if letter in term and operand.sharding.dim == term.index(letter):
-            if operand.sharding.same_positions(sharding):
-                return operand.part
+        is_same = letter in term and operand.sharding.dim == term.index(letter)
+        if is_same and operand.sharding.same_positions(sharding):
+            return operand.part
         operand = _whole(operand, "einsum")
     if letter in term:
         return cut(operand, sharding.at(term.index(letter)))

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from lightning_4d import _torch_private as private
 from lightning_4d.parallel.context.communication import reduce_sum
 from lightning_4d.parallel.context.tensor import SequenceTensor, rule, wrap
 
@@ -30,9 +31,10 @@ _REDUCING = {
 _KEEPING = {
     "softmax": (1, None), "log_softmax": (1, None), "softmin": (1, None), "cumsum": (1, None), "cumprod": (1, None),
     "logcumsumexp": (1, None), "sort": (1, -1), "argsort": (1, -1), "topk": (2, -1), "normalize": (2, 1),
-    "glu": (1, -1), "cummax": (1, None), "cummin": (1, None), "gather": (1, None), "renorm": (2, None), "roll": (2, None),
+    "glu": (1, -1), "cummax": (1, None), "cummin": (1, None), "gather": (1, None),
+    "renorm": (2, None), "roll": (2, None),
 }  # fmt: skip
-_PLACES = (torch, torch.Tensor, F, torch.special, torch.linalg, torch._C._nn)
+_PLACES = (torch, torch.Tensor, F, torch.special, torch.linalg, private.NN_FUNCTIONS)
 
 
 def _functions(names: Mapping[str, Any]) -> list[Any]:

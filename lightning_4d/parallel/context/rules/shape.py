@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lightning_4d import _torch_private as private
 from lightning_4d.parallel.context.communication import Sharding, select
 from lightning_4d.parallel.context.rules.align import Lead, aligned, lead_of
 from lightning_4d.parallel.context.tensor import SequenceTensor, rule, wrap
@@ -186,7 +187,7 @@ def movedim(func: Callable[..., Any], args: Arguments, kwargs: Named) -> Any:
 def transposed(func: Callable[..., Any], args: Arguments, kwargs: Named) -> Any:
     """The last two dims swapped; real tensors of at least 2 dims, ``T`` of exactly 2."""
     x = args[0]
-    if x.part.is_complex() or x.dim() < 2 or x.dim() > 2 and not getattr(func, "__self__", None) in _MATRIX:
+    if x.part.is_complex() or x.dim() < 2 or (x.dim() > 2 and getattr(func, "__self__", None) not in _MATRIX):
         return NotImplemented
     return _permuted(x, [*range(x.dim() - 2), x.dim() - 1, x.dim() - 2])
 
@@ -329,7 +330,7 @@ def flip(func: Callable[..., Any], args: Arguments, kwargs: Named) -> Any:
     return wrap(x.part.flip(dims), x.sharding)
 
 
-@rule(F.pad, torch._C._nn.pad)
+@rule(F.pad, private.NN_FUNCTIONS.pad)
 def pad(func: Callable[..., Any], args: Arguments, kwargs: Named) -> Any:
     """Pad other dims by a constant."""
     x, amounts = args[0], args[1] if len(args) > 1 else kwargs["pad"]
