@@ -426,12 +426,15 @@ _CHECKPOINT_FUNCTIONS = ("_NoopSaveInputs",)  # of torch.utils.checkpoint: only 
 
 
 def intercept_autograd_functions(
-    wrapper: type[Tensor], unwrap: Callable[[type, tuple[Any, ...]], tuple[Any, ...]]
+    wrapper: type[Tensor],
+    unwrap: Callable[[type, tuple[Any, ...]], tuple[Any, ...]],
+    refuse: Callable[[type], None],
 ) -> None:
     """Call ``unwrap(function, args)`` before each ``Function.apply`` of autograd that has a ``wrapper`` as an argument.
 
     Reason: an autograd function called with a wrapper makes a graph in which the wrapped tensor is missing: gradients
-    before it would silently be None. ``apply`` is reached through ``super()`` of the private base class, so that also
+    before it would silently be None; so would those of one that returns a wrapper, which is why ``refuse(function)`` is
+    called then. ``apply`` is reached through ``super()`` of the private base class, so that also
     an ``f = MyFunction.apply`` of long ago comes through here. Idempotent.
     """
     base: Any = torch.autograd.function._SingleLevelFunction
@@ -441,7 +444,10 @@ def intercept_autograd_functions(
     def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
         if any(isinstance(arg, wrapper) for arg in args) and cls.__name__ not in _CHECKPOINT_FUNCTIONS:
             args = unwrap(cls, args)
-        return super(base, cls).apply(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
+        result = super(base, cls).apply(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
+        if any(isinstance(item, wrapper) for item in (result if isinstance(result, tuple) else (result,))):
+            refuse(cls)
+        return result
 
     base.apply = classmethod(apply)
 

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from lightning.pytorch import Callback
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 from torchmetrics.classification import MulticlassAccuracy
 
@@ -18,6 +19,7 @@ from lightning_4d.callbacks.activation_checkpointing import ActivationCheckpoint
 from lightning_4d.parallel.context import SequenceTensor
 from tests.harness import compare, reference, train
 from tests.modules import Block, EncoderStack, SyntheticModule, TinyGPT, ViT
+from tests.pool import WorkerError
 
 
 def check(
@@ -165,6 +167,34 @@ def test_activation_checkpointing(pool, policy):
     module = partial(TinyGPT, layers=4, dropout=0.2 if dropout else 0.0)
     only = {"callbacks": partial(checkpointing, **CHECKPOINTING[policy])}
     check(pool, module, shard=2 if dropout else 1, only=only)
+
+
+class Checkpointed(TinyGPT):
+    """Uses torch's own checkpointing."""
+
+    def __init__(self, use_reentrant: bool = False, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.use_reentrant = use_reentrant
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens) + self.positions
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=self.use_reentrant)
+        return self.head(self.norm(x))
+
+
+def test_checkpointing_of_torch(pool):
+    check(pool, Checkpointed)
+
+
+def test_reentrant_checkpointing_is_refused(pool):
+    with pytest.raises(WorkerError, match="CheckpointFunction returns a tensor whose sequence is divided"):
+        pool.run(2, train, partial(Checkpointed, use_reentrant=True), CPStrategy)
+
+
+def test_bf16_counts_more_than_256_labels(pool):
+    module = partial(TinyGPT, length=301, layers=1, batch_size=1, samples=4)
+    check(pool, module, precision="bf16-true", rtol=5e-2, steps=1)
 
 
 def test_cp_strategy_divides_within_a_node_by_default(pool):

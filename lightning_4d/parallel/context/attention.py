@@ -101,7 +101,11 @@ def _between_groups(
 ) -> Tensor:
     ring = Ring(groups.ring, groups.ring_runs(queries), groups.ring_runs(keys))
     if mask is not None:
+        is_additive = mask.dtype != torch.bool
         mask = _rows(mask, ring.query_runs[ring.rank], q.dtype)
+        if is_additive and mask.numel():
+            mask, hidden = _without_floor(mask)
+            q = q.masked_fill(hidden, 0.0)
     return ring_attention(q, k, v, ring, mask=mask, is_causal=is_causal, scale=scale)
 
 
@@ -112,3 +116,14 @@ def _rows(mask: Tensor, runs: tuple[Run, ...], dtype: torch.dtype) -> Tensor:
     if mask.dtype == torch.bool:
         return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, float("-inf"))
     return mask.to(dtype)
+
+
+def _without_floor(mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Replace rows that hide all keys by a huge finite number, such as ``finfo.min``, and say which rows these are.
+
+    Next to such a number scores vanish, so one process gives these queries the average of the values. Parts could not
+    be merged: their log-sum-exps are all that number. With a row of zeros, and zero queries, they give the average.
+    """
+    highest = mask.amax(-1, keepdim=True)
+    hidden = (highest <= torch.finfo(mask.dtype).min / 2) & (highest > float("-inf"))
+    return mask.masked_fill(hidden & (mask > float("-inf")), 0.0), hidden

@@ -63,7 +63,10 @@ class Sharding:
 
     def same_positions(self, other: Sharding) -> bool:
         """Whether both hold the same positions in the same order, whatever their dims."""
-        return self.layout == other.layout and (self.outer, self.inner) == (other.outer, other.inner)
+        if self is other:
+            return True
+        same_layout = self.layout is other.layout or self.layout == other.layout
+        return same_layout and self.outer == other.outer and self.inner == other.inner
 
 
 def gather(part: Tensor, sharding: Sharding) -> Tensor:

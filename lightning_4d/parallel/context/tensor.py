@@ -309,12 +309,25 @@ def guard_autograd_functions() -> None:
 
     Once per process; functions called without a SequenceTensor are not changed.
     """
-    private.intercept_autograd_functions(SequenceTensor, _gather_for_function)
+    private.intercept_autograd_functions(SequenceTensor, _gather_for_function, _refuse_function)
 
 
 def _gather_for_function(function: type, args: tuple[Any, ...]) -> tuple[Any, ...]:
     report_gather(f"{function.__name__}.apply")
     return tuple(gather(arg.part, arg.sharding) if isinstance(arg, SequenceTensor) else arg for arg in args)
+
+
+def _refuse_function(function: type) -> None:
+    reentrant = function.__name__ == "CheckpointFunction"
+    raise UnsupportedError(
+        explain(
+            f"{function.__name__} returns a tensor whose sequence is divided among ranks ({user_line()[0]})",
+            "its gradient would not reach what was computed inside",
+            "use lightning_4d.callbacks.ActivationCheckpointing, or use_reentrant=False"
+            if reentrant
+            else "return whole tensors, by lightning_4d.parallel.context.whole(x)",
+        )
+    )
 
 
 __all__ = [

@@ -81,8 +81,9 @@ def _reduced(input: SequenceTensor, of_parts: Callable[[str], Tensor], reduction
     if reduction != "mean":
         return NotImplemented
     total = of_parts("sum")
-    both = reduce_sum(torch.stack((total, count.to(total.dtype))), groups)
-    return both[0] / both[1].detach()
+    accurate = torch.promote_types(total.dtype, torch.float32)  # a half counts to 256 only
+    both = reduce_sum(torch.stack((total.to(accurate), count.to(accurate))), groups)
+    return (both[0] / both[1].detach()).to(total.dtype)
 
 
 @rule(F.nll_loss)
