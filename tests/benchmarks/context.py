@@ -3,8 +3,8 @@
     python -m tests.benchmarks context [--quick]
 
 Attention is causal, forward and backward, on 2 gloo ranks with one thread each. Its work is processor time of all
-ranks, copies and communication threads included, over that of the same attention on one process. The tensor is timed on one
-rank, where it holds the whole sequence: what differs from plain tensors is its own work alone.
+ranks, copies and communication threads included, over that of the same attention on one process. The tensor is timed
+on one rank, where it holds the whole sequence: what differs from plain tensors is its own work alone.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def main(options: Sequence[str] = ()) -> None:
 
 
 def attention_table(lengths: Mapping[int, int]) -> list[str]:
-    """Work over one process's, and bytes that a rank sends over the formula's, by length (with its repeats) and method."""
+    """Work over one process's, and bytes that a rank sends, by length (with its repeats) and method."""
     lines = [
         "| T | one process, s | ring: work | Ulysses: work | ring: MiB sent by a rank (formula) | Ulysses: likewise |",
         "|---|---|---|---|---|---|",
