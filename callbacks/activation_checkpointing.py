@@ -80,7 +80,8 @@ class ActivationCheckpointing(Callback):
         if self.policy.kind == "none":
             remove(pl_module)
         else:
-            install(pl_module, self.policy, self.blocks)
+            stages = getattr(trainer.strategy, "stage_runs", None)
+            install(pl_module, self.policy, self.blocks, stages)
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:

@@ -16,9 +16,10 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from lightning_4d import _torch_private as private
-from lightning_4d.callbacks.fake_step import count_training_step
 from lightning_4d.errors import UnsupportedError, explain
+from lightning_4d.layout import ParallelLayout
 from lightning_4d.parallel.recompute import recompute_plan
+from lightning_4d.strategies.fake_step import count_training_step
 from lightning_4d.utilization import (
     AttentionFlops,
     CountError,
@@ -107,7 +108,7 @@ class MFUMonitor(Callback):
         every: int = trainer.log_every_n_steps  # pyright: ignore[reportAttributeAccessIssue]
         self._run = _Run(trainer, self.log_every_n_steps or every or 1)
         self._meter.new_run()
-        self._meter.follow_plan(pl_module)
+        self._meter.follow_plan(pl_module, _stages(trainer))
         if self.warmup_steps == 0:
             self._run.open_window()
 
@@ -126,7 +127,7 @@ class MFUMonitor(Callback):
         if not run.step_ended(trainer):
             return
         if run.steps in (1, self.warmup_steps):
-            self._meter.follow_plan(pl_module)
+            self._meter.follow_plan(pl_module, _stages(trainer))
         if run.steps == self.warmup_steps:
             run.open_window()
         elif run.steps > self.warmup_steps:
@@ -331,9 +332,12 @@ class _BatchMeter:
         self._batch = _Window()
         self._plan: Mapping[str, float] = {}
 
-    def follow_plan(self, module: nn.Module) -> None:
-        """Look again which blocks are recomputed: some policies decide after the first step."""
-        plan = recompute_plan(module)
+    def follow_plan(self, module: nn.Module, stages: int = 1) -> None:
+        """Look again which blocks are recomputed: some policies decide after the first step.
+
+        Each of ``stages`` pipeline ranks knows its own blocks, and its count is scaled as if all ranks knew all.
+        """
+        plan = {block: stages * extra for block, extra in recompute_plan(module).items()}
         if plan.keys() != self._plan.keys():
             self._counts.clear()  # they lack the new blocks
             self._by_length = CountsByLength()
@@ -641,6 +645,12 @@ def _data_parallel_size(trainer: Trainer) -> int:
         return size
     kwargs = trainer.distributed_sampler_kwargs or {}
     return int(cast("int", kwargs.get("num_replicas", trainer.world_size)))
+
+
+def _stages(trainer: Trainer) -> int:
+    """Return among how many pipeline ranks the blocks are divided."""
+    layout = getattr(trainer.strategy, "layout", None)
+    return layout.pipeline_parallel_size if isinstance(layout, ParallelLayout) else 1
 
 
 def _peak_memory_gib(device: torch.device) -> float:

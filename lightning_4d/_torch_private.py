@@ -7,6 +7,8 @@ Read in torch 2.11 to 2.13.
 from __future__ import annotations
 
 import contextlib
+import functools
+import logging
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -94,6 +96,12 @@ def fsdp_parameters(modules: Iterable[FSDPModule]) -> Iterator[Any]:
     for module in modules:
         for group in fsdp_groups(module):
             yield from group.fsdp_params
+
+
+def fsdp_gathered_parameters(modules: Iterable[FSDPModule]) -> list[Tensor]:
+    """Return the gathered parameters that exist so far; each is one object for life, its memory comes and goes."""
+    params = fsdp_parameters(modules)
+    return [p for p in (getattr(param, "_unsharded_param", None) for param in params) if p is not None]
 
 
 def fsdp_is_gathered(module: FSDPModule) -> bool:
@@ -206,6 +214,13 @@ def fsdp_gather_in(param: Any, dtype: torch.dtype | None) -> None:
     param.all_gather_outputs = []
     if hasattr(param, "_unsharded_param"):
         del param._unsharded_param
+
+
+def user_class(module: nn.Module) -> type:
+    """Return the class of ``module`` without what ``fully_shard`` made of it (a class of its own, of which each is a
+    subclass)."""
+    cls = type(module)
+    return cls.__mro__[2] if issubclass(cls, FSDPModule) and cls.__mro__[1] is FSDPModule else cls
 
 
 def fsdp_restore_class_name(module: nn.Module) -> None:
@@ -389,6 +404,11 @@ def dispatch_mode(handle: Callable[[Any, Callable[..., Any], tuple[Any, ...], di
     return Mode()
 
 
+def makes_constant(operation: Any) -> bool:
+    """Whether a dispatched operation takes in a new real tensor: ``torch.tensor(2)``, whose value stays known."""
+    return isinstance(operation, torch._ops.OpOverload) and operation.name().startswith("aten::lift")
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # torch.ops.aten: operations that torch's FLOP counter lacks, under names that are spelled private
 # ----------------------------------------------------------------------------------------------------------------------
@@ -457,3 +477,130 @@ NN_FUNCTIONS: Any = torch._C._nn  # pyright: ignore[reportAttributeAccessIssue]
 
 Reason: ``__torch_function__`` names the function itself, and for some of them that is this one.
 """
+
+# ----------------------------------------------------------------------------------------------------------------------
+# torch.distributed.pipelining
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def pipeline_schedule_class(name: str) -> Any:
+    """Return torch's schedule class by its short name (``torch.distributed.pipelining.schedules.get_schedule_class``).
+
+    Reason: public, but exported by no documented module. Imported late: it takes a second.
+    """
+    from torch.distributed.pipelining.schedules import get_schedule_class
+
+    return get_schedule_class(name)
+
+
+def pipeline_actions(
+    name: str, ranks: int, stages: int, microbatches: int, stages_of: Callable[[int], list[int]], *, single: bool
+) -> dict[int, list[Any]]:
+    """Return the compute actions of a schedule by rank, without a process group; None is a pause.
+
+    Reason: a schedule makes the lists of all ranks in its constructor, from nothing but numbers.
+    """
+    own = [_StageNumbers(index, 0, ranks, stages) for index in stages_of(0)]
+    cls = pipeline_schedule_class(name)
+    schedule = cls(own[0] if single else own, n_microbatches=microbatches, loss_fn=lambda output, _: output)
+    order = schedule.pipeline_order
+    order = order if order is not None else schedule._get_pipeline_order()
+    return {rank: _numbered_from_zero(actions) for rank, actions in order.items()}
+
+
+def _numbered_from_zero(actions: list[Any]) -> list[Any]:
+    """Number the forwards of 1F1B's last rank from 0: torch (2.11 to 2.13) lists them from 1, and runs them from 0."""
+    forwards = [a.microbatch_index for a in actions if a is not None and a.computation_type.value == "F"]
+    if not forwards or min(forwards) == 0:
+        return actions
+    return [
+        a._replace(microbatch_index=a.microbatch_index - 1) if a is not None and a.computation_type.value == "F" else a
+        for a in actions
+    ]
+
+
+class _StageNumbers:
+    """What a schedule's constructor asks of a stage."""
+
+    def __init__(self, index: int, rank: int, ranks: int, stages: int) -> None:
+        self.stage_index, self.group_rank, self.group_size, self.num_stages = index, rank, ranks, stages
+        self.is_first, self.is_last = index == 0, index == stages - 1
+        self.submod = nn.Module()
+        self.has_backward = True
+        self.stage_index_to_group_rank: dict[int, int] = {}
+
+
+def run_schedule(schedule: Any, microbatches: int, *, backward: bool) -> None:
+    """Run one step of torch's schedule; what its stages take and give is theirs.
+
+    Reason: the public ``step`` splits a batch by itself, into equal parts of tensors only.
+    """
+    before = schedule._has_backward
+    schedule._has_backward = backward
+    # An error in the user's step would be preceded by a hundred lines that draw the schedule.
+    logging.getLogger("torch.distributed.pipelining.schedules").setLevel(logging.CRITICAL)
+    try:
+        schedule._step_microbatches(
+            [()] * microbatches, [{}] * microbatches, [None] * microbatches, None, return_outputs=False
+        )
+    finally:
+        schedule._has_backward = before
+        schedule._internal_losses.clear()
+
+
+def backward_of_inputs(
+    outputs: list[Tensor], gradients: list[Tensor | None], inputs: list[Any], weights: Iterable[Tensor]
+) -> tuple[tuple[Tensor | None, ...], list[dict[str, Any]]]:
+    """Compute the gradients of ``inputs`` only, and what :func:`backward_of_weights` needs (``stage_backward_input``).
+
+    Reason: the halves of a backward that zero-bubble schedules place at different times; no public spelling.
+    """
+    from torch.distributed.pipelining._backward import stage_backward_input
+
+    return stage_backward_input(outputs, gradients, inputs, iter(weights))  # pyright: ignore[reportArgumentType]
+
+
+def backward_of_weights(weights: Iterable[Tensor], groups: list[dict[str, Any]]) -> None:
+    """Compute the gradients of ``weights`` after :func:`backward_of_inputs` (``stage_backward_weight``)."""
+    from torch.distributed.pipelining._backward import stage_backward_weight
+
+    stage_backward_weight(iter(weights), groups)  # pyright: ignore[reportArgumentType]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# torch.nn
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def replace_call(module: nn.Module, call: Callable[..., Any]) -> Callable[..., Any]:
+    """Let ``module(...)`` run ``call`` instead of its hooks and forward; return what it ran before.
+
+    Reason: hooks can neither skip a forward nor each other, and special methods cannot be replaced on an instance.
+    ``nn.Module.__call__`` goes through the instance's ``_call_impl`` (or ``_compiled_call_impl``, if compiled whole).
+    """
+    before = module._compiled_call_impl if module._compiled_call_impl is not None else module._call_impl
+    if module._compiled_call_impl is not None:
+        vars(module)[_COMPILED_CALL] = module._compiled_call_impl
+        module._compiled_call_impl = None
+    vars(module)[_CALL] = call
+    return before
+
+
+def plain_call(module: nn.Module) -> Callable[..., Any]:
+    """Return what ``module(...)`` runs by its class: hooks and forward, whatever :func:`replace_call` put there."""
+    return functools.partial(type(module)._call_impl, module)
+
+
+def restore_call(module: nn.Module) -> None:
+    """Undo :func:`replace_call`; idempotent."""
+    vars(module).pop(_CALL, None)
+    if _COMPILED_CALL in vars(module):
+        module._compiled_call_impl = vars(module).pop(_COMPILED_CALL)
+
+
+_CALL, _COMPILED_CALL = "_call_impl", "_lightning_4d_compiled_call"
+
+
+def storage_key(tensor: Tensor) -> int:
+    """Return what tensors that share memory have in common, also fake ones (the address of their storage object)."""
+    return tensor.untyped_storage()._cdata

@@ -5,9 +5,16 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from lightning_4d._version import __version__
-from lightning_4d.errors import Lightning4DError
+from lightning_4d.errors import Lightning4DError, PlanError, explain
+from lightning_4d.layout import ParallelLayout
+
+if TYPE_CHECKING:
+    from lightning_4d.planner import ClusterFacts, Limits, ModelFacts, Search
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -37,7 +44,170 @@ def _parser() -> argparse.ArgumentParser:
         "--weights-only", action="store_true", help="refuse to unpickle anything but plain data (untrusted folders)"
     )
     consolidate.set_defaults(run=_consolidate)
+    _add_plan(commands)
+    _add_draw(commands)
     return parser
+
+
+def _add_plan(commands: Any) -> None:
+    plan = commands.add_parser(
+        "plan",
+        help="find the fastest layout that fits, and say why",
+        description="Predict memory and step time of every legal layout of a model on a cluster; print the best ones, "
+        "why the others were not taken, and what the usual recipe says. Nothing runs on a device.",
+    )
+    model = plan.add_argument_group("model")
+    model.add_argument("--model", help="a preset (llama3-8b, ...), a YAML file of sizes, or a Hugging Face config.json")
+    model.add_argument("--class-path", help="a LightningModule to be counted on fake tensors, e.g. my.models.GPT")
+    model.add_argument("--init-args", default="{}", help="its arguments, as YAML: '{dim: 128, n_layers: 4}'")
+    model.add_argument("--batch-shape", help="its batch: int64:8x128,int64:8x128 for two tensors of 8 samples")
+    model.add_argument("--blocks", default="auto", help="the dotted name of its repeated blocks")
+    model.add_argument("--seq-len", type=int, help="tokens of a sample, if not the model's own")
+    cluster = plan.add_argument_group("cluster")
+    cluster.add_argument("--cluster", required=True, help="a preset, a device's name (H100), a YAML file, or local-cpu")
+    cluster.add_argument("--devices", type=int, help="how many devices; by default all of the cluster")
+    cluster.add_argument("--matmul-tflops", type=float, help="measured rate of a large 16-bit matrix product")
+    cluster.add_argument("--link-gbs", type=float, help="measured bandwidth of a collective inside a node, per device")
+    cluster.add_argument("--node-network-gbs", type=float, help="measured bandwidth across nodes, per node")
+    run = plan.add_argument_group("run")
+    run.add_argument("--batch", type=int, required=True, help="samples of a step, of all devices together")
+    run.add_argument("--precision", default=None, help="bf16-mixed (default), 16-mixed or 32-true")
+    run.add_argument("--compile", action="store_true", help="blocks are compiled")
+    run.add_argument("--layout", help="only this layout, e.g. pp2.dp2x4.cp1.tp8")
+    run.add_argument("--micro-batch", type=int, help="only this microbatch")
+    run.add_argument("--schedule", action="append", help="only this pipeline schedule; may be given several times")
+    run.add_argument("--recompute", action="append", help="only this checkpointing policy; may be given several times")
+    out = plan.add_argument_group("output")
+    out.add_argument("--top", type=int, default=8, help="how many layouts to list")
+    out.add_argument("--output", help="a YAML file for LightningCLI: strategy, callbacks, precision")
+    out.add_argument("--batch-key", help="the option that sets the loader's batch size, e.g. data.batch_size")
+    out.add_argument("--pictures", help="a folder for pictures: memory, time, schedule, mesh")
+    out.add_argument("--format", choices=("png", "svg"), default="png", help="of the pictures")
+    plan.set_defaults(run=_plan)
+
+
+def _add_draw(commands: Any) -> None:
+    draw = commands.add_parser(
+        "draw",
+        help="draw where the ranks of a layout sit, or a pipeline schedule",
+        description="Draw which ranks of a layout share a node, and along which axes they communicate; with --schedule "
+        "a pipeline schedule. As text, or as PNG or SVG.",
+    )
+    draw.add_argument("--layout", required=True, help="e.g. pp2.dp2x2.cp2.tp2")
+    draw.add_argument("--gpus-per-node", type=int, default=8)
+    draw.add_argument("--schedule", help="a pipeline schedule, e.g. 1f1b, interleaved_1f1b, zbv")
+    draw.add_argument("--microbatches", type=int, default=8)
+    draw.add_argument("--chunks", type=int, default=2, help="stages of each rank, of interleaved schedules")
+    draw.add_argument("--output", help="a PNG or SVG file; without it the text form is printed")
+    draw.set_defaults(run=_draw)
+
+
+def _plan(options: argparse.Namespace) -> None:
+    from rich.console import Console
+
+    from lightning_4d.planner import print_report, search, trainer_yaml
+    from lightning_4d.planner.sources import LOCAL_CPU
+
+    is_cpu = options.cluster.lower() == LOCAL_CPU
+    precision = options.precision or ("32-true" if is_cpu else "bf16-mixed")
+    model, cluster, limits = _model(options), _cluster(options), _limits(options)
+    found = search(model, cluster, options.batch, precision=precision, compiled=options.compile, limits=limits)
+    console = Console()
+    print_report(found, console, options.top)
+    if options.output:
+        accelerator = "cpu" if is_cpu else "tpu" if "TPU" in cluster.device.name else "gpu"
+        text = trainer_yaml(found.best, cluster, precision, accelerator, options.batch_key)
+        Path(options.output).write_text(text)
+        console.print(f"wrote {options.output}")
+    if options.pictures:
+        for path in _draw_plan(found, Path(options.pictures), options.format):
+            console.print(f"wrote {path}")
+
+
+def _model(options: argparse.Namespace) -> ModelFacts:
+    from lightning_4d.planner.sources import model_facts
+
+    if (options.model is None) is (options.class_path is None):
+        given = "--model and --class-path" if options.model else "no model"
+        raise PlanError(explain(given, "a plan is for one model", "give either --model or --class-path"))
+    facts = model_facts(options.model) if options.model else _counted(options)
+    return facts if options.seq_len is None else replace(facts, seq_len=options.seq_len)
+
+
+def _counted(options: argparse.Namespace) -> ModelFacts:
+    import yaml
+
+    from lightning_4d.parallel.blocks import find_blocks
+    from lightning_4d.planner.counted import build_module, count_module, parse_batch
+
+    if options.batch_shape is None:
+        rule = "a step is counted with the shapes of a batch"
+        raise PlanError(explain("--class-path without --batch-shape", rule, "add --batch-shape int64:8x128"))
+    sys.path.insert(0, "")  # modules in the folder where the command runs
+    module = build_module(options.class_path, yaml.safe_load(options.init_args) or {})
+    blocks = {block.name: block.module for block in find_blocks(module, options.blocks)}
+    return count_module(module, parse_batch(options.batch_shape), blocks, options.class_path.rpartition(".")[2])
+
+
+def _cluster(options: argparse.Namespace) -> ClusterFacts:
+    from lightning_4d.planner.sources import cluster_facts
+
+    cluster = cluster_facts(options.cluster, options.devices)
+    return replace(
+        cluster,
+        matmul_tflops=options.matmul_tflops or cluster.matmul_tflops,
+        measured_link_gbs=options.link_gbs or cluster.measured_link_gbs,
+        measured_network_gbs=options.node_network_gbs or cluster.measured_network_gbs,
+    )
+
+
+def _limits(options: argparse.Namespace) -> Limits:
+    from lightning_4d.planner import Limits
+
+    limits = Limits(micro_batch=options.micro_batch)
+    if options.layout:
+        limits = replace(limits, **ParallelLayout.parse(options.layout).axis_sizes)
+    if options.schedule:
+        limits = replace(limits, schedules=tuple(options.schedule))
+    return replace(limits, policies=tuple(options.recompute)) if options.recompute else limits
+
+
+def _draw_plan(found: Search, folder: Path, suffix: str) -> list[Path]:
+    from lightning_4d.planner import timeline
+    from lightning_4d.visual import Cell, draw_memory, draw_mesh, draw_schedule, draw_time
+
+    best, top = found.best, found.top(6)
+    names = [f"{each.layout}\n{each.policy}, micro-batch {each.micro_batch}" for each in top]
+    paths = [folder / f"{name}.{suffix}" for name in ("memory", "time", "mesh", "schedule")]
+    draw_memory(names, [each.memory for each in top], best.capacity, paths[0])
+    draw_time(names, [each.parts for each in top], paths[1])
+    draw_mesh(best.layout, found.cluster.devices_per_node, paths[2])
+    if not best.schedule:
+        return paths[:3]
+    pp = best.layout.pipeline_parallel_size
+    work = timeline(best.schedule, pp, min(best.microbatches, 2 * pp), best.virtual)
+    draw_schedule([Cell(*each) for each in work], paths[3], f"{best.schedule}, {pp} ranks")
+    return paths
+
+
+def _draw(options: argparse.Namespace) -> None:
+    from lightning_4d.planner import timeline
+    from lightning_4d.visual import Cell, draw_mesh, draw_schedule, mesh_text, schedule_text
+
+    layout = ParallelLayout.parse(options.layout)
+    if options.schedule:
+        work = timeline(options.schedule, layout.pipeline_parallel_size, options.microbatches, options.chunks)
+        cells = [Cell(*each) for each in work]
+        if not options.output:
+            print(schedule_text(cells))
+            return
+        draw_schedule(cells, options.output, options.schedule)
+    elif not options.output:
+        print(mesh_text(layout, options.gpus_per_node))
+        return
+    else:
+        draw_mesh(layout, options.gpus_per_node, options.output)
+    print(f"wrote {options.output}")
 
 
 def _consolidate(options: argparse.Namespace) -> None:

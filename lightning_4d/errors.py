@@ -6,7 +6,7 @@ Every message has three parts in this order: what was given, the rule it breaks,
 
 from __future__ import annotations
 
-__all__ = ["CheckpointError", "LayoutError", "Lightning4DError", "UnsupportedError", "explain"]
+__all__ = ["CheckpointError", "LayoutError", "Lightning4DError", "PlanError", "UnsupportedError", "explain"]
 
 
 class Lightning4DError(Exception):
@@ -23,6 +23,10 @@ class UnsupportedError(Lightning4DError, RuntimeError):
 
 class CheckpointError(Lightning4DError, RuntimeError):
     """A checkpoint that cannot be written, is incomplete, or does not fit what it is loaded into."""
+
+
+class PlanError(Lightning4DError, ValueError):
+    """A model or a cluster that the planner cannot read, or for which no layout works."""
 
 
 def explain(given: str, rule: str, remedy: str) -> str:

@@ -24,6 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.optim import Optimizer
 
+from lightning_4d.absent import is_absent
 from tests.collectives import CollectiveCounter
 from tests.comparison import Recording, compare, merge
 from tests.pool import Pool
@@ -46,6 +47,25 @@ def full_tensors(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     for (mesh, axis, _), batch in batches.items():
         full |= _gather_batch(batch, mesh, axis)
     return {name: full[name].detach().cpu().clone() for name in tensors}
+
+
+def staged_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """`full_tensors` where ranks hold different pipeline stages: the union over all ranks, on every rank.
+
+    What several ranks hold (tied weights, data-parallel copies) must be equal on them.
+    """
+    mine = full_tensors({name: tensor for name, tensor in tensors.items() if not is_absent(tensor)})
+    if not dist.is_initialized():
+        return mine
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    union: dict[str, Tensor] = {}
+    for held in everyone:
+        for name, tensor in held.items():
+            if name in union:
+                torch.testing.assert_close(tensor, union[name], rtol=1e-12, atol=1e-12, msg=f"copies of {name} differ")
+            union[name] = tensor
+    return union
 
 
 def _only_sharded_axis(tensor: DTensor) -> int | None:

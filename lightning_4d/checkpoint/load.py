@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.optim import Optimizer
 
+from lightning_4d.absent import absent_names, is_absent, stand_in
 from lightning_4d.checkpoint import files
 from lightning_4d.checkpoint.optimizer_state import (
     by_name,
@@ -61,11 +62,14 @@ class FileCheckpoint:
     def load_module(self, module: nn.Module, *, strict: bool) -> None:
         """Load the weights, each rank its own part. Purely local."""
         present = module.state_dict()
+        elsewhere = absent_names(module)
         state = {
             name: like(value, present[name]) if isinstance(present.get(name), Tensor) else value
             for name, value in self.content["state_dict"].items()
+            if name not in elsewhere
         }
-        module.load_state_dict(state, strict=strict)
+        stored = self.content["state_dict"].keys()
+        _load_state(module, state, elsewhere & stored, strict=strict)
 
     def load_optimizer(self, index: int, optimizer: Optimizer, module: nn.Module) -> None:
         """Load the state of optimizer number ``index``, each rank its own part. Purely local.
@@ -83,7 +87,7 @@ class FileCheckpoint:
         state = {
             name: {key: _copy(like(value, parameters[name])) for key, value in values.items()}
             for name, values in saved["state"].items()
-            if name in parameters
+            if name in parameters and not is_absent(parameters[name])
         }
         load_optimizer_state(optimizer, {"state": state, "param_groups": saved["param_groups"]}, names)
 
@@ -122,12 +126,13 @@ class FolderCheckpoint:
         """
         stored = {path[1] for path in self._paths.values() if path[0] == "state_dict" and len(path) > 1}
         present = module.state_dict()
-        wanted = {name: value for name, value in present.items() if name in stored}
+        elsewhere = absent_names(module)
+        wanted = {name: value for name, value in present.items() if name in stored and name not in elsewhere}
         self._check_shapes(wanted)
         if wanted:
             self.read({"state_dict": wanted})
         unexpected = {name: torch.empty(0) for name in sorted(stored - present.keys())}
-        module.load_state_dict({**wanted, **unexpected}, strict=strict)
+        _load_state(module, {**wanted, **unexpected}, elsewhere & stored, strict=strict)
 
     def _check_shapes(self, wanted: Mapping[str, Any]) -> None:
         for name, value in wanted.items():
@@ -155,7 +160,7 @@ class FolderCheckpoint:
         parameters = {name: parameter for parameter, name in names.items()}
         state: dict[str, Any] = {}
         for path, name in entries.items():
-            if path[0] == "state" and len(path) > 1 and path[1] in parameters:
+            if path[0] == "state" and len(path) > 1 and not is_absent(parameters.get(path[1], _ABSENT)):
                 set_nested(state, path[1:], self._placeholder(name, parameters[path[1]]))
         if state:
             self.read({key: {"state": state}})
@@ -186,6 +191,23 @@ class FolderCheckpoint:
                 dcp.load(state, checkpoint_id=self.path, planner=planner, no_dist=not dist.is_initialized())
         except dcp.CheckpointException as error:  # derives from BaseException
             raise CheckpointError(f"reading the checkpoint {self.path} failed: {error}") from error
+
+
+def _load_state(module: nn.Module, state: dict[str, Any], elsewhere: set[str], *, strict: bool) -> None:
+    """Load ``state``; what other pipeline ranks load (``elsewhere``) is not missing here."""
+    if not elsewhere:
+        module.load_state_dict(state, strict=strict)
+        return
+    missing, unexpected = module.load_state_dict(state, strict=False)
+    missing = [name for name in missing if name not in elsewhere]
+    if strict and (missing or unexpected):
+        raise RuntimeError(
+            f"Error(s) in loading state_dict for {type(module).__name__}: missing keys {missing}, unexpected keys "
+            f"{unexpected}."
+        )
+
+
+_ABSENT = stand_in(nn.Parameter(torch.empty(0)), torch.device("cpu"))  # a name that the module does not have
 
 
 class _Planner(dcp.DefaultLoadPlanner):

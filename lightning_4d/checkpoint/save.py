@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Mapping
+from collections.abc import Set as AbstractSet
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +22,15 @@ from lightning_4d.errors import CheckpointError, explain
 RANK_STATE = "rank_state_"  # and the data-parallel rank: bytes of what each rank keeps for itself
 
 
-def gathered_state_dict(module: nn.Module, *, keep: bool) -> dict[str, Any]:
+def gathered_state_dict(module: nn.Module, *, keep: bool, left_out: AbstractSet[str] = frozenset()) -> dict[str, Any]:
     """Return the ordinary ``state_dict`` with whole tensors on the CPU; empty where ``keep`` is false.
+
+    Names in ``left_out`` are another pipeline rank's.
 
     Which ranks must call: all ranks that share the module.
     """
-    whole = {name: gathered(value, keep=keep) for name, value in module.state_dict().items()}
+    state = {name: value for name, value in module.state_dict().items() if name not in left_out}
+    whole = {name: gathered(value, keep=keep) for name, value in state.items()}
     return whole if keep else {}
 
 

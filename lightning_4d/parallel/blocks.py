@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from lightning_4d._torch_private import user_class
 from lightning_4d.errors import UnsupportedError, explain
 
 _CONTAINERS = (nn.ModuleList, nn.Sequential)
@@ -74,9 +75,9 @@ def _chains(root: nn.Module) -> list[list[Block]]:
         children = [block for block in children if _may_be_block(block.module)]
         if not children:
             continue
-        cls, count = Counter(type(block.module) for block in children).most_common(1)[0]
+        cls, count = Counter(user_class(block.module) for block in children).most_common(1)[0]
         if count >= 2:
-            chains.append([block for block in children if type(block.module) is cls])
+            chains.append([block for block in children if user_class(block.module) is cls])
     return chains
 
 

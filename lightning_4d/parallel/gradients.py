@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -20,17 +22,35 @@ from lightning_4d.errors import UnsupportedError, explain
 _Groups = tuple[dist.ProcessGroup, ...]
 
 
+@dataclass(frozen=True)
+class Elsewhere:
+    """What ranks of other pipeline stages hold of one gradient vector.
+
+    Args:
+        group: the process group of the pipeline ranks.
+        counted: parameters on this rank that another of them holds as well, and counts.
+    """
+
+    group: dist.ProcessGroup
+    counted: AbstractSet[nn.Parameter | Tensor] = frozenset()
+
+
 @torch.no_grad()
-def gradient_norm(parameters: Iterable[nn.Parameter | Tensor], norm_type: float = 2.0) -> Tensor:
+def gradient_norm(
+    parameters: Iterable[nn.Parameter | Tensor], norm_type: float = 2.0, elsewhere: Elsewhere | None = None
+) -> Tensor:
     """Return the norm of all gradients of ``parameters`` taken as one vector: a 0-d plain tensor, equal on all ranks.
 
     Args:
         parameters: those without a gradient are skipped.
         norm_type: any p > 0, or ``math.inf``.
+        elsewhere: what other pipeline stages hold; their part is included.
 
     Which ranks must call: all ranks that share the parameters, with the same parameters in the same order.
     """
     norm_type = _checked(norm_type)
+    if elsewhere is not None:
+        return _norm_with(elsewhere, [p for p in parameters if p not in elsewhere.counted], norm_type)
     by_groups: dict[_Groups, list[Tensor]] = {}
     for gradient in _gradients(parameters):
         local, groups = _local_part(gradient)
@@ -39,9 +59,21 @@ def gradient_norm(parameters: Iterable[nn.Parameter | Tensor], norm_type: float 
     return _norm_of(parts, norm_type) if parts else torch.zeros(())
 
 
+def _norm_with(elsewhere: Elsewhere, parameters: Sequence[nn.Parameter | Tensor], norm_type: float) -> Tensor:
+    own = gradient_norm(parameters, norm_type)
+    gradients = _gradients(parameters)
+    device = gradients[0].device if gradients else next((p.device for p in parameters), torch.device("cpu"))
+    # A rank may hold no gradient at all; what travels has one dtype on all of them.
+    whole = _reduced(own.to(device=device, dtype=torch.float64), (elsewhere.group,), norm_type)
+    return whole.to(own.dtype) if gradients else whole.float()
+
+
 @torch.no_grad()
 def clip_gradients_by_norm(
-    parameters: Iterable[nn.Parameter | Tensor], max_norm: float, norm_type: float = 2.0
+    parameters: Iterable[nn.Parameter | Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    elsewhere: Elsewhere | None = None,
 ) -> Tensor:
     """Scale the gradients in place so that their common norm is at most ``max_norm``; return the norm before.
 
@@ -49,7 +81,7 @@ def clip_gradients_by_norm(
     parameters. Which ranks must call: all ranks that share the parameters.
     """
     parameters = list(parameters)
-    norm = gradient_norm(parameters, norm_type)
+    norm = gradient_norm(parameters, norm_type, elsewhere)
     scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     for local in _by_device_and_dtype(_locals(parameters)):
         multiply_all(local, scale.to(local[0].device))

@@ -7,7 +7,7 @@ random state until training starts.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -74,9 +74,22 @@ class CheckpointTranslator:
         if strategy._failure.is_interrupted():
             strategy.data.recover()
         strategy.data.settle()
+        left_out = strategy.saved_elsewhere()
         if self.distributed:
-            return strategy._module.state_dict()
-        return gathered_state_dict(strategy._module, keep=strategy.is_global_zero)
+            return {name: value for name, value in strategy._module.state_dict().items() if name not in left_out}
+        own = gathered_state_dict(strategy._module, keep=strategy.gathers_for_stage, left_out=left_out)
+        return self._from_all_stages(own, list(strategy._module.state_dict()))
+
+    def _from_all_stages(self, own: dict[Any, Any], order: Sequence[Any]) -> dict[Any, Any]:
+        """Merge what the pipeline stages gathered, on global rank 0; empty elsewhere."""
+        strategy = self._strategy
+        if not strategy.has_stages:
+            return own
+        parts: list[Any] | None = [None] * strategy.layout.pipeline_parallel_size if strategy.is_global_zero else None
+        if strategy.gathers_for_stage:
+            dist.gather_object(own, parts, group=strategy.mesh["pp"].get_group(), group_dst=0)
+        merged = {name: value for part in parts or [] for name, value in part.items()}
+        return {name: merged[name] for name in order if name in merged}
 
     def optimizer_state(self, optimizer: Optimizer, names: Mapping[nn.Parameter, str]) -> dict[str, Any]:
         """The optimizer's state: by name with distributed tensors, or ordinary on global rank 0."""
@@ -84,7 +97,12 @@ class CheckpointTranslator:
             return {}
         if self.distributed:
             return named_optimizer_state(optimizer, names)
-        return gathered_optimizer_state(optimizer, names, keep=self._strategy.is_global_zero)
+        strategy = self._strategy
+        own = gathered_optimizer_state(optimizer, names, keep=strategy.gathers_for_stage)
+        if not strategy.has_stages:
+            return own
+        state = self._from_all_stages(own.get("state", {}), range(len(names)))
+        return {**own, "state": state} if strategy.is_global_zero else {}
 
     def save(self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any | None) -> None:
         """Write ``checkpoint`` to ``path`` (global rank 0's), atomically. Which ranks must call: all.

@@ -11,11 +11,14 @@ uninterrupted run until the next pass.
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
+import os
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, cast
 
 import torch
+from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning.fabric.utilities.types import _Stateful
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
@@ -49,6 +52,13 @@ def resumable(dataloader: object, batches_done: BatchesDone) -> object:
     resumable_loader = cast("ResumableDataLoader", loader)
     resumable_loader.position = Position(resumable_loader, batches_done)
     return resumable_loader
+
+
+def seed_workers(dataloader: object, data_parallel_rank: int) -> None:
+    """Seed the workers of a DataLoader by data-parallel rank, where Lightning would by global rank."""
+    wanted = int(os.environ.get("PL_SEED_WORKERS", "0"))
+    if wanted and isinstance(dataloader, DataLoader) and dataloader.worker_init_fn is None:
+        dataloader.worker_init_fn = functools.partial(pl_worker_init_function, rank=data_parallel_rank)
 
 
 class ResumableDataLoader(DataLoader):

@@ -3,41 +3,21 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.utilities.seed import pl_worker_init_function
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
-from torch.utils.data import DataLoader
 
 from lightning_4d.errors import UnsupportedError, explain
 from lightning_4d.parallel.blocks import Block
 from lightning_4d.parallel.context import ContextParallel, divided, make_groups, ulysses_size_of
-from lightning_4d.strategies import random_state
 
 if TYPE_CHECKING:
     from lightning_4d.strategies.nd import NDStrategy
-
-
-def share_random_state(group: dist.ProcessGroup) -> None:
-    """Give all ranks of ``group`` the random states of its first. Which ranks must call: all of the group."""
-    states = [random_state.capture()]
-    dist.broadcast_object_list(states, src=dist.get_process_group_ranks(group)[0], group=group)
-    random_state.restore(states[0])
-
-
-def seed_workers_alike(dataloader: object, data_parallel_rank: int) -> object:
-    """Let the loader's worker processes be seeded by the data-parallel rank; Lightning seeds them by the global one."""
-    seeds_workers = os.environ.get("PL_SEED_WORKERS", "0") == "1"  # by seed_everything(workers=True)
-    if seeds_workers and isinstance(dataloader, DataLoader) and dataloader.worker_init_fn is None:
-        dataloader.worker_init_fn = partial(pl_worker_init_function, rank=data_parallel_rank)
-    return dataloader
 
 
 @dataclass(frozen=True)
@@ -61,6 +41,14 @@ def install_context(module: nn.Module, blocks: Sequence[Block], strategy: NDStra
     if size == 1:
         return None
     options = strategy._context_options
+    if strategy.has_stages:
+        raise UnsupportedError(
+            explain(
+                f"context_parallel_size={size} with pipeline_parallel_size={strategy.layout.pipeline_parallel_size}",
+                "pipeline stages send whole activations, and sequences are divided inside the blocks",
+                "leave one of them at 1",
+            )
+        )
     if strategy._options.compile_blocks:
         raise UnsupportedError(
             explain(
@@ -86,7 +74,6 @@ class ModelRanks:
         self._context = divided(strategy._module)
         self._same: SameBatches | None = None
         if self._context is not None:
-            share_random_state(self._context.groups.group)
             self._same = SameBatches(self._context.groups.group, strategy.root_device)
 
     def running(self, step: Callable[..., Any]) -> Callable[..., Any]:

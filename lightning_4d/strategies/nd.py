@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Generator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -41,16 +44,23 @@ from lightning_4d.layout import ParallelLayout
 from lightning_4d.mesh import Mesh
 from lightning_4d.parallel.blocks import find_blocks
 from lightning_4d.parallel.data import DataParallel, DataParallelOptions, MetaInitialization, shard, sharded
+from lightning_4d.parallel.gradients import Elsewhere
+from lightning_4d.parallel.recompute import StageRuns
+from lightning_4d.strategies import random_state
 from lightning_4d.strategies.checkpointing import CheckpointTranslator
+from lightning_4d.strategies.data_position import seed_workers
 from lightning_4d.strategies.evaluation import EvaluationBalance
 from lightning_4d.strategies.failure import Failure
-from lightning_4d.strategies.model_ranks import ContextOptions, ModelRanks, install_context, seed_workers_alike
+from lightning_4d.strategies.model_ranks import ContextOptions, ModelRanks, install_context
+from lightning_4d.strategies.pipeline_metrics import reduce_over
+from lightning_4d.strategies.pipeline_steps import PipelineOptions, PipelineSteps
 from lightning_4d.strategies.precision import adapt_precision_plugin
 from lightning_4d.strategies.support import (
     converts_to,
     refuse_changed_model,
     refuse_flattening,
     refuse_foreign_parameters,
+    refuse_in_pipeline,
     refuse_lost_metrics,
     refuse_unsupported,
 )
@@ -74,11 +84,17 @@ class NDStrategy(ParallelStrategy):
             ``"auto"`` finds them.
         compile_blocks: compile the forward of each block by ``torch.compile``.
         reshard_after_forward: free gathered parameters of a block between its forward and its backward; ``"auto"``:
-            when the shard size is above 1.
+            when the shard size is above 1; with pipeline stages, where microbatches follow each other, not.
         context_parallel_attention: "ring" passes keys and values round; "ulysses" exchanges heads for positions;
             "hybrid" does the latter inside groups of ``ulysses_size`` ranks and the former between them.
         ulysses_size: the Ulysses part of "hybrid"; ``"auto"``: the ranks of a node.
         sequence_dim: which dim of the blocks' input the context-parallel ranks divide; ``"auto"`` finds it.
+        pipeline_schedule: ``gpipe``, ``1f1b``, ``interleaved_1f1b``, ``looped_bfs``, ``interleaved_zero_bubble``,
+            ``zbv`` or ``dualpipev``, also in torch's spellings.
+        num_microbatches: how many pieces of a batch pass through the pipeline stages; ``"auto"``: as many as suit the
+            schedule and the batch.
+        pipeline_split: the first block of each pipeline stage, by name or number; ``"auto"``: by cost.
+        loss_reduction: how the losses of microbatches make the batch's loss; ``"auto"`` finds out.
         save_distributed_checkpoint: a folder that all ranks write, or else one ordinary ``.ckpt`` file.
         process_group_backend: by default ``nccl`` on CUDA and ``gloo`` on CPU.
         timeout: how long a collective may wait for a rank.
@@ -103,6 +119,10 @@ class NDStrategy(ParallelStrategy):
         context_parallel_attention: Literal["ring", "ulysses", "hybrid"] = "ring",
         ulysses_size: Size = "auto",
         sequence_dim: Size = "auto",
+        pipeline_schedule: str = "1f1b",
+        num_microbatches: int | Literal["auto"] = "auto",
+        pipeline_split: Literal["auto"] | list[str] | list[int] = "auto",
+        loss_reduction: Literal["auto", "mean", "sum"] = "auto",
         save_distributed_checkpoint: bool = True,
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
@@ -115,7 +135,7 @@ class NDStrategy(ParallelStrategy):
             "context_parallel_size": context_parallel_size,
             "tensor_parallel_size": tensor_parallel_size,
         }
-        for name in ("pipeline_parallel_size", "tensor_parallel_size"):
+        for name in ("tensor_parallel_size",):
             _refuse_axis(name, self._sizes[name])
         self._blocks = blocks
         self._options = DataParallelOptions(reshard_after_forward=reshard_after_forward, compile_blocks=compile_blocks)
@@ -128,6 +148,8 @@ class NDStrategy(ParallelStrategy):
         self._model_ranks: ModelRanks | None = None
         self._data: DataParallel | None = None  # None again while a run has not reached set-up
         self._initialization = MetaInitialization()
+        options = PipelineOptions(pipeline_schedule, num_microbatches, pipeline_split, loss_reduction)
+        self._pipeline = PipelineSteps(self, options)
         self._checkpoints = CheckpointTranslator(self, distributed=save_distributed_checkpoint)
         self._failure = Failure(self)
         self._evaluation = EvaluationBalance(self)
@@ -256,8 +278,11 @@ class NDStrategy(ParallelStrategy):
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
         refuse_unsupported(trainer, self)
+        if self.has_stages:
+            refuse_in_pipeline(trainer)
         self._checkpoints.agree_on_path()
-        self._data = self._shard()
+        random_state.share(self.mesh, self.layout)
+        self._data = self._shard(trainer)
         self._model_ranks = ModelRanks(self)
         self._checkpoints.load_pending_model()
         _allow_autograd_after_evaluation(trainer)
@@ -268,8 +293,8 @@ class NDStrategy(ParallelStrategy):
         if trainer.state.fn == TrainerFn.FITTING:
             _optimizers_to_device(self.optimizers, self.root_device)
 
-    def _shard(self) -> DataParallel:
-        """Apply the axes in their order: here the data axes alone."""
+    def _shard(self, trainer: Trainer) -> DataParallel:
+        """Apply the axes in their order: pipeline stages, then the data axes."""
         module = self._module
         existing = sharded(module)
         if existing is not None and existing.units:
@@ -281,12 +306,21 @@ class NDStrategy(ParallelStrategy):
             self.model = self._layer_sync.apply(self.model)
         blocks = find_blocks(module, self._blocks)
         context = install_context(module, blocks, self)
-        data = shard(module, blocks, self.mesh, self.root_device, self._options, self._initialization)
+        released, options = None, self._options
+        if self.has_stages:
+            self._pipeline.plan(trainer, module, blocks)
+            released = self._pipeline.released(module)
+            options = replace(options, reshard_after_forward=options.reshard_after_forward is True)
+        data = shard(module, blocks, self.mesh, self.root_device, options, self._initialization, released)
         if context is not None:
             context.install_outside()
         data.converted_to = converts_to(self.precision_plugin)
         self.model_to_device()  # what is neither parameter nor buffer: metric states
         data.settle()
+        if self.layout.model_parallel_size > 1:
+            reduce_over(module, self.mesh.data_parallel_group)
+        if self.has_stages:
+            self._pipeline.attach(module)
         return data
 
     @override
@@ -308,7 +342,32 @@ class NDStrategy(ParallelStrategy):
     @override
     def setup_precision_plugin(self) -> None:
         super().setup_precision_plugin()
-        adapt_precision_plugin(self.precision_plugin, self.data)
+        adapt_precision_plugin(self.precision_plugin, self.data, self._elsewhere)
+
+    @property
+    def has_stages(self) -> bool:
+        """Whether the blocks are divided into pipeline stages."""
+        return self.layout.pipeline_parallel_size > 1
+
+    @property
+    def stage_runs(self) -> StageRuns | None:
+        """What activation checkpointing has to know of pipeline stages; None without them."""
+        return self._pipeline.stage_runs() if self.has_stages else None
+
+    @property
+    def gathers_for_stage(self) -> bool:
+        """Whether this rank gathers what its pipeline stages hold for a single-file checkpoint."""
+        coordinate = self.mesh.coordinate
+        return all(coordinate[axis] == 0 for axis in coordinate if axis != "pp")
+
+    def saved_elsewhere(self) -> set[str]:
+        """Names of the state dict that another pipeline rank saves."""
+        return self._pipeline.saved_elsewhere(self._module) if self.has_stages else set()
+
+    def _elsewhere(self) -> Elsewhere | None:
+        if not self.has_stages:
+            return None
+        return Elsewhere(self.mesh["pp"].get_group(), self._pipeline.counted_elsewhere())
 
     @property
     def _module(self) -> LightningModule:
@@ -319,7 +378,8 @@ class NDStrategy(ParallelStrategy):
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
-        return self._checkpoints.resumable(seed_workers_alike(dataloader, self.data_parallel_rank))
+        seed_workers(dataloader, self.data_parallel_rank)
+        return self._checkpoints.resumable(dataloader)
 
     def _same_samples(self, step: Callable[..., Any]) -> Callable[..., Any]:
         """The step, on ranks that work together on its samples."""
@@ -332,23 +392,34 @@ class NDStrategy(ParallelStrategy):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        if self.has_stages:
+            return self._pipeline.training_step(*args)
         with self.precision_plugin.train_step_context():
             return self.data.run_training_step(self._same_samples(self._module.training_step), *args, **kwargs)
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        if self.has_stages:
+            return self._run_stages("validation_step", self.precision_plugin.val_step_context, *args)
         with self.precision_plugin.val_step_context():
             return self._evaluation.run(self._same_samples(self._module.validation_step), *args, **kwargs)
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        if self.has_stages:
+            return self._run_stages("test_step", self.precision_plugin.test_step_context, *args)
         with self.precision_plugin.test_step_context():
             return self._evaluation.run(self._same_samples(self._module.test_step), *args, **kwargs)
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        if self.has_stages:
+            return self._run_stages("predict_step", self.precision_plugin.predict_step_context, *args)
         with self.precision_plugin.predict_step_context():
             return self._evaluation.run(self._same_samples(self._module.predict_step), *args, **kwargs)
+
+    def _run_stages(self, name: str, context: Callable[[], AbstractContextManager[Any]], *args: Any) -> Any:
+        return self._evaluation.run(partial(self._pipeline.evaluation_step, name, context), *args)
 
     @override
     def on_validation_start(self) -> None:

@@ -6,6 +6,10 @@ import random
 from typing import Any
 
 import torch
+import torch.distributed as dist
+
+from lightning_4d.layout import ParallelLayout
+from lightning_4d.mesh import Mesh
 
 
 def capture() -> dict[str, Any]:
@@ -21,6 +25,20 @@ def capture() -> dict[str, Any]:
     except ImportError:
         pass
     return state
+
+
+def share(mesh: Mesh, layout: ParallelLayout) -> None:
+    """Give the ranks that read the same data the same random state, so that they read it in the same order.
+
+    Which ranks must call: all.
+    """
+    for axis, size in layout.axis_sizes.items():
+        if size > 1 and not axis.startswith("dp_"):
+            box = [(capture(), torch.initial_seed())]
+            dist.broadcast_object_list(box, group=mesh[axis].get_group(), group_src=0)
+            state, seed = box[0]
+            torch.manual_seed(seed)  # what `torch.initial_seed()` tells
+            restore({key: value for key, value in state.items() if key != "cuda"})
 
 
 def restore(state: dict[str, Any]) -> None:

@@ -7,11 +7,13 @@ from typing import TYPE_CHECKING
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import LBFGS, Optimizer
 from torchmetrics import Metric
 
+from lightning_4d.absent import is_absent
 from lightning_4d.checkpoint.files import is_remote, local_path
 from lightning_4d.errors import UnsupportedError, explain
 from lightning_4d.layout import ParallelLayout
@@ -28,7 +30,7 @@ def refuse_unsupported(trainer: Trainer, strategy: NDStrategy) -> None:
         UnsupportedError: names the callback.
         CheckpointError: names the path.
     """
-    if spreads_parameters(strategy.layout):
+    if strategy.layout.world_size > 1:
         for callback in trainer.callbacks:  # pyright: ignore[reportAttributeAccessIssue]
             if isinstance(callback, (StochasticWeightAveraging, WeightAveraging)):
                 raise UnsupportedError(
@@ -45,9 +47,30 @@ def refuse_unsupported(trainer: Trainer, strategy: NDStrategy) -> None:
                 local_path(path)
 
 
-def spreads_parameters(layout: ParallelLayout) -> bool:
-    """Whether the module's parameters are sharded or replicated over several ranks."""
-    return layout.data_parallel_size * layout.context_parallel_size > 1
+def refuse_in_pipeline(trainer: Trainer) -> None:
+    """Refuse what cannot be done in pipeline stages, at set-up.
+
+    Raises:
+        UnsupportedError: names it.
+    """
+    module = trainer.lightning_module
+    if not module.automatic_optimization:
+        raise UnsupportedError(
+            explain(
+                "manual optimization (automatic_optimization=False) with pipeline parallelism",
+                "the schedule runs forward and backward of the microbatches of all stages in its own order",
+                "use automatic optimization, or pipeline_parallel_size=1",
+            )
+        )
+    for name in ("training_step", "validation_step", "test_step", "predict_step"):
+        if is_param_in_hook_signature(getattr(module, name), "dataloader_iter", explicit=True):
+            raise UnsupportedError(
+                explain(
+                    f"{name} takes dataloader_iter",
+                    "a pipeline cuts the batch that the Trainer fetches",
+                    "take a batch instead",
+                )
+            )
 
 
 def converts_to(plugin: Precision) -> str | None:
@@ -81,7 +104,7 @@ def refuse_changed_model(
                 "save a checkpoint and load it into a new module, or keep the precision",
             )
         )
-    plain = [name for name, parameter in module.named_parameters() if not isinstance(parameter, DTensor)]
+    plain = [name for name, p in module.named_parameters() if not isinstance(p, DTensor) and not is_absent(p)]
     if plain:
         raise UnsupportedError(
             explain(
@@ -118,7 +141,7 @@ def refuse_flattening(optimizer: Optimizer, layout: ParallelLayout) -> None:
     Raises:
         UnsupportedError: names the optimizer.
     """
-    if isinstance(optimizer, LBFGS) and spreads_parameters(layout):
+    if isinstance(optimizer, LBFGS) and layout.world_size > 1:
         raise UnsupportedError(
             explain(
                 f"{type(optimizer).__name__} with layout {layout}",

@@ -110,6 +110,7 @@ class FakeRun:
 
 
 def _drop_layout_hooks(module: nn.Module) -> None:
+    private.restore_call(module)  # a pipeline's
     for hooks in (module._forward_pre_hooks, module._forward_hooks):
         for key, hook in list(hooks.items()):
             if _origin(hook).startswith(_LAYOUT_HOOKS):

@@ -1,10 +1,10 @@
 """What context parallelism costs: processor time of attention, bytes on the wire, time of the sequence-sharded tensor.
 
-    python -m tests.benchmarks context [--quick]
+    python -m tests.benchmarks context [--quick | --long]
 
 Attention is causal, forward and backward, on 2 gloo ranks with one thread each. Its work is processor time of all
-ranks, copies and communication threads included, over that of the same attention on one process. The tensor is timed on one
-rank, where it holds the whole sequence: what differs from plain tensors is its own work alone.
+ranks, copies and communication threads included, over that of the same attention on one process. The tensor is timed
+on one rank, where it holds the whole sequence: what differs from plain tensors is its own work alone.
 """
 
 from __future__ import annotations
@@ -39,10 +39,11 @@ START, END = "<!-- bench:context -->", "<!-- /bench -->"
 
 
 def main(options: Sequence[str] = ()) -> None:
-    """Measure and write the tables; with --quick measure little and write nothing."""
+    """Measure and write the tables; with --quick measure little and write nothing, with --long take minutes more."""
     quick = "--quick" in options
     torch.set_num_threads(1)
-    lines = attention_table({2048: 1} if quick else {8192: 3, 16384: 2, 32768: 1})
+    lengths = {2048: 1} if quick else {8192: 3, 16384: 2}
+    lines = attention_table(lengths | ({32768: 1} if "--long" in options else {}))
     lines += ["", *tensor_table(length=512 if quick else 4096, repeats=3 if quick else 9)]
     print("\n".join(lines))
     if not quick:
@@ -54,7 +55,7 @@ def main(options: Sequence[str] = ()) -> None:
 
 
 def attention_table(lengths: Mapping[int, int]) -> list[str]:
-    """Work over one process's, and bytes that a rank sends over the formula's, by length (with its repeats) and method."""
+    """Work over one process's, and bytes that a rank sends, by length (with its repeats) and method."""
     lines = [
         "| T | one process, s | ring: work | Ulysses: work | ring: MiB sent by a rank (formula) | Ulysses: likewise |",
         "|---|---|---|---|---|---|",
@@ -62,11 +63,13 @@ def attention_table(lengths: Mapping[int, int]) -> list[str]:
     for length, repeats in lengths.items():
         alone, ring, ulysses = measure(length, repeats)
         ring_formula, ulysses_formula = expected_bytes(length)
-        lines.append(
+        line = (
             f"| {length} | {alone:.2f} | {ring[0] / alone:.3f} | {ulysses[0] / alone:.3f} | "
             f"{ring[1] / 2**20:.2f} ({ring_formula / 2**20:.2f}) | "
             f"{ulysses[1] / 2**20:.2f} ({ulysses_formula / 2**20:.2f}) |"
         )
+        print(line, flush=True)
+        lines.append(line)
     return lines
 
 

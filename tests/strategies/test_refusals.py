@@ -16,7 +16,7 @@ from tests.modules import MLP, TinyGPT
 from tests.strategies.scenarios import error_of, quiet, sharded, trainer_with
 
 
-@pytest.mark.parametrize("axis", ["tensor", "context", "pipeline"])
+@pytest.mark.parametrize("axis", ["tensor"])
 def test_axes_above_one_are_refused_by_name(axis):
     name = f"{axis}_parallel_size"
     with pytest.raises(UnsupportedError, match=rf"{name}=2: .*not supported yet.* leave {name} at 1"):

@@ -59,6 +59,11 @@ class ReplicatedParameters:
     def __len__(self) -> int:
         return len(self._entries)
 
+    @property
+    def plain(self) -> list[nn.Parameter]:
+        """The parameters that steps use and that get the gradients."""
+        return [entry.plain for entry in self._entries]
+
     def gather(self) -> None:
         """Let the module hold the plain parameters."""
         if self._gathered:

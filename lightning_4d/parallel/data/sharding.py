@@ -20,6 +20,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forwar
 from torch.optim import Optimizer
 
 from lightning_4d import _torch_private as private
+from lightning_4d.absent import Released, is_absent
 from lightning_4d.errors import UnsupportedError, explain
 from lightning_4d.mesh import Mesh
 from lightning_4d.parallel.blocks import Block
@@ -60,12 +61,13 @@ def shard(
     device: torch.device,
     options: DataParallelOptions,
     initialization: MetaInitialization,
+    released: Released | None = None,
 ) -> DataParallel:
     """Move ``root`` to ``device``, equal on all ranks, and shard it over the data axes of ``mesh``, block by block.
 
     Values come from data-parallel rank 0, or from ``reset_parameters`` for what is on the meta device. Beyond its own
     shards, no rank holds more than one block and what lies outside the blocks on ``device``. Parameters change
-    identity, names do not.
+    identity, names do not. What other pipeline ranks hold (``released``) is initialised and let go.
 
     Which ranks must call: all ranks of the data-parallel group, with the same module.
 
@@ -83,8 +85,12 @@ def shard(
     inside = {module for block in blocks for module in block.module.modules()}
     for module in root.modules():  # parents first: the order in which one process initialises
         if module in block_modules or module not in inside:
-            initialization.materialize(module.modules() if module in block_modules else [module], device)
-            _prepare(module.modules() if module in block_modules else [module], mesh, device)
+            modules = list(module.modules()) if module in block_modules else [module]
+            initialization.materialize(modules, device)
+            if released is not None:
+                released.release(modules)
+            _prepare(modules, mesh, device)
+    blocks = [block for block in blocks if not all(map(is_absent, block.module.parameters()))]
     if options.compile_blocks:
         for block in blocks:
             _compile_forward(block.module)
@@ -140,7 +146,7 @@ def _prepare(modules: Iterable[nn.Module], mesh: Mesh, device: torch.device) -> 
     """Put what ``modules`` hold themselves on ``device``, contiguous, and equal to data-parallel rank 0's."""
     tensors: dict[Tensor, None] = {}
     for module in modules:
-        tensors.update(dict.fromkeys(module.parameters(recurse=False)))
+        tensors.update(dict.fromkeys(p for p in module.parameters(recurse=False) if not is_absent(p)))
         tensors.update(dict.fromkeys(module.buffers(recurse=False)))
     for tensor in tensors:
         tensor.data = tensor.data.to(device).contiguous()
@@ -202,14 +208,15 @@ class DataParallel:
     def wrap(self, blocks: Sequence[Block], options: DataParallelOptions) -> None:
         """Shard the blocks, then what is left, and hook into the places where gathered parameters are needed."""
         whole = _whole_parameters(self.root, blocks)
+        absent = {parameter for parameter in self.root.parameters() if is_absent(parameter)}
         self._attributes = {name: dict(vars(p)) for name, p in self.root.named_parameters() if vars(p)}
         inside = {module for block in blocks for module in block.module.modules()}
         outside = {m: list(m.parameters(recurse=False)) for m in self.root.modules() if m not in inside}
         shared = {p for parameters in outside.values() for p in parameters}
         for block in blocks:
-            self._fully_shard(block.module, whole | shared, options)
+            self._fully_shard(block.module, whole | shared | absent, options)
         owners = [module for module, parameters in outside.items() if parameters and module is not self.root]
-        self._fully_shard(self.root, whole, options)
+        self._fully_shard(self.root, whole | absent, options)
         mesh, group = self.mesh.parameter_sharding, self.mesh.parameter_group
         self._replicated = ReplicatedParameters(self.root, whole, mesh, group)
         self._buffers = Buffers(self.root, self.mesh, self._device)
@@ -372,6 +379,29 @@ class DataParallel:
 
     # ----------------------------------------------------------------------------------------------------- gradients
 
+    def begin_schedule(self) -> None:
+        """Let backwards inside the step leave whole gradients on gathered parameters, which stay gathered."""
+        for unit in self.units:
+            unit.set_requires_gradient_sync(False, recurse=False)
+            unit.set_reshard_after_backward(False, recurse=False)
+        if self.units:
+            self._fsdp_root.set_is_last_backward(False)
+
+    def end_schedule(self) -> None:
+        """Let the backward that is running now reduce gradients and shard parameters again."""
+        for unit in self.units:
+            unit.set_requires_gradient_sync(self._synchronise, recurse=False)
+            unit.set_reshard_after_backward(True, recurse=False)
+        if self.units:
+            self._fsdp_root.set_is_last_backward(True)
+
+    def gradient_leaves(self) -> list[Tensor]:
+        """Return the tensors on which autograd leaves gradients: gathered parameters, or the parameters themselves."""
+        if not self.units:
+            return [parameter for parameter in self.root.parameters() if not is_absent(parameter)]
+        assert self._replicated is not None
+        return [*private.fsdp_gathered_parameters(self.units), *self._replicated.plain]
+
     def before_backward(self, loss: Tensor) -> None:
         """Let the backward of ``loss`` reduce the gradients of the root's group, wherever the loss was made."""
         if not self.units:
@@ -524,7 +554,7 @@ def _nothing() -> None:
 
 def _whole_parameters(root: nn.Module, blocks: Sequence[Block]) -> set[nn.Parameter]:
     """Parameters that FSDP2 cannot put into their group: 0-d, or of another dtype than most of the group."""
-    remaining = dict.fromkeys(root.parameters())
+    remaining = dict.fromkeys(parameter for parameter in root.parameters() if not is_absent(parameter))
     whole: set[nn.Parameter] = set()
     for module in (*(block.module for block in blocks), root):
         group = [p for p in module.parameters() if p in remaining]

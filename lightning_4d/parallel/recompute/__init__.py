@@ -4,7 +4,7 @@ No module is wrapped or renamed. Hooks on the blocks drop what autograd saves in
 and call the blocks again when backward asks. The user's loop over the blocks stays as it is.
 """
 
-from lightning_4d.parallel.recompute.install import Recompute, install, installed, recompute_plan, remove
+from lightning_4d.parallel.recompute.install import Recompute, StageRuns, install, installed, recompute_plan, remove
 from lightning_4d.parallel.recompute.plan import BlockBytes, Segment, best_plan, peak_bytes
 from lightning_4d.parallel.recompute.policy import POLICIES, RecomputePolicy
 
@@ -14,6 +14,7 @@ __all__ = [
     "Recompute",
     "RecomputePolicy",
     "Segment",
+    "StageRuns",
     "best_plan",
     "install",
     "installed",

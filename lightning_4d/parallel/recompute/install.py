@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
@@ -29,7 +30,22 @@ from lightning_4d.parallel.recompute.surroundings import Surroundings
 _registry: weakref.WeakKeyDictionary[nn.Module, Recompute] = weakref.WeakKeyDictionary()
 
 
-def install(root: nn.Module, policy: RecomputePolicy, blocks: str | Sequence[str] = "auto") -> Recompute:
+@dataclass(frozen=True)
+class StageRuns:
+    """What pipeline stages mean for checkpointing.
+
+    Args:
+        runs: names of the blocks of each stage on this rank; blocks outside them are other ranks'.
+        in_flight: how many microbatches wait for their backward at once.
+    """
+
+    runs: Sequence[Sequence[str]]
+    in_flight: int
+
+
+def install(
+    root: nn.Module, policy: RecomputePolicy, blocks: str | Sequence[str] = "auto", stages: StageRuns | None = None
+) -> Recompute:
     """Recompute the blocks of ``root`` in backward by ``policy``, instead of an earlier policy if there is one.
 
     May come before or after the module is sharded or its blocks are compiled. Which ranks must call: all that train
@@ -39,14 +55,20 @@ def install(root: nn.Module, policy: RecomputePolicy, blocks: str | Sequence[str
         root: any module.
         policy: what to keep.
         blocks: as for :func:`lightning_4d.parallel.blocks.find_blocks`.
+        stages: of a pipeline, if the module is divided into some; a segment never crosses from one to another.
 
     Raises:
         UnsupportedError: no blocks, blocks inside one another, or blocks compiled together with their hooks.
     """
     remove(root)
     found = find_blocks(root, blocks)
+    chains = [len(list(g)) for _, g in groupby(found, key=lambda block: block.name.rpartition(".")[0])]
+    if stages is not None:
+        by_name = {block.name: block for block in found}
+        runs = [[by_name[name] for name in run if name in by_name] for run in stages.runs]
+        found, chains = [block for run in runs for block in run], [len(run) for run in runs if run]
     _refuse(found, root)
-    recompute = Recompute(found, policy)
+    recompute = Recompute(found, policy, chains, 1 if stages is None else stages.in_flight)
     _registry[root] = recompute
     return recompute
 
@@ -112,17 +134,18 @@ def _refuse(blocks: Sequence[Block], root: nn.Module) -> None:
 class Recompute:
     """A policy at work on the blocks of one module; made by :func:`install`."""
 
-    def __init__(self, blocks: Sequence[Block], policy: RecomputePolicy) -> None:
+    def __init__(self, blocks: Sequence[Block], policy: RecomputePolicy, chains: list[int], in_flight: int) -> None:
         self.policy = policy
+        self._in_flight = in_flight
         self._sites = [Site(i, block, BlockState(block.name, block.module)) for i, block in enumerate(blocks)]
-        self._chains = [len(list(g)) for _, g in groupby(blocks, key=lambda block: block.name.rpartition(".")[0])]
+        self._chains = chains
         self._sizes = Sizes([block.module for block in blocks])
         self._offloader = Offloader(policy.offload)
         self._running: _Running | None = None
         self._newest: weakref.ref[Call] | None = None
         self._newest_head: weakref.ref[Call] | None = None
         self._outputs: Outputs | None = None  # of the block before, while sizes are measured
-        self._set_plan(make_plan(policy, self._chains, None))
+        self._set_plan(make_plan(policy, self._chains, None, in_flight))
         self._handles = [handle for site in self._sites for handle in self._hook(site)]
 
     @property
@@ -233,7 +256,7 @@ class Recompute:
         if not self.policy.needs_sizes:
             return
         if self._sizes.complete_at(site.index, (args, kwargs)):
-            self._set_plan(make_plan(self.policy, self._chains, self._sizes.measured))
+            self._set_plan(make_plan(self.policy, self._chains, self._sizes.measured, self._in_flight))
         if self._sizes.wants(site.index):
             self._sizes.begin(site.index, (args, kwargs), self._outputs)
 

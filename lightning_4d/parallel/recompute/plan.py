@@ -56,7 +56,9 @@ class Segment:
 Plan = tuple[Segment, ...]
 
 
-def make_plan(policy: RecomputePolicy, chains: Sequence[int], sizes: Mapping[int, BlockBytes] | None) -> Plan:
+def make_plan(
+    policy: RecomputePolicy, chains: Sequence[int], sizes: Mapping[int, BlockBytes] | None, in_flight: int = 1
+) -> Plan:
     """Divide blocks into segments by ``policy``.
 
     Args:
@@ -64,6 +66,7 @@ def make_plan(policy: RecomputePolicy, chains: Sequence[int], sizes: Mapping[int
         chains: the number of blocks of each chain, in order; a segment never crosses from one chain to another.
         sizes: recorded bytes by block index, for policies that need them; None while nothing is recorded. Blocks
             without a record count as the mean.
+        in_flight: how many forwards wait for their backward at once (microbatches of a pipeline).
 
     Raises:
         UnsupportedError: no plan fits ``budget_bytes``; names the least that works.
@@ -82,27 +85,28 @@ def make_plan(policy: RecomputePolicy, chains: Sequence[int], sizes: Mapping[int
         return tuple(Segment(i, i + 1) for i in range(count))
     complete = _complete(sizes, count)
     if policy.kind == "budget":
-        return _within_budget(chains, complete, policy.budget_bytes or 0)
-    return best_plan(chains, complete, nested=policy.nested)
+        return _within_budget(chains, complete, policy.budget_bytes or 0, in_flight)
+    return best_plan(chains, complete, nested=policy.nested, in_flight=in_flight)
 
 
-def best_plan(chains: Sequence[int], sizes: Sequence[BlockBytes], *, nested: bool) -> Plan:
+def best_plan(chains: Sequence[int], sizes: Sequence[BlockBytes], *, nested: bool, in_flight: int = 1) -> Plan:
     """Return the plan of equal segments with the lowest peak; of equals, the one with the shortest segments."""
     plans = (_by_length(chains, k, nested=nested) for k in range(1, max(chains) + 1))
-    return min(plans, key=lambda plan: peak_bytes(plan, sizes))
+    return min(plans, key=lambda plan: peak_bytes(plan, sizes, in_flight))
 
 
-def peak_bytes(plan: Plan, sizes: Sequence[BlockBytes]) -> int:
+def peak_bytes(plan: Plan, sizes: Sequence[BlockBytes], in_flight: int = 1) -> int:
     """Bytes that blocks hold at the worst moment, what the recompute re-creates included.
 
     Backward frees the last segment before it comes to the one before, so each moment is one segment's recompute beside
-    what the segments before it keep.
+    what the segments before it keep. Of ``in_flight`` forwards all but one only wait, with what all segments keep.
     """
+    waiting = (in_flight - 1) * sum(_kept(segment, sizes) for segment in plan)
     peak = kept_before = 0
     for segment in plan:
         peak = max(peak, kept_before + _at_recompute(segment, sizes))
         kept_before += _kept(segment, sizes)
-    return peak
+    return waiting + peak
 
 
 def extra_forwards(plan: Plan) -> list[float]:
@@ -167,7 +171,7 @@ def _complete(sizes: Mapping[int, BlockBytes], count: int) -> list[BlockBytes]:
     return [sizes.get(i, mean) for i in range(count)]
 
 
-def _within_budget(chains: Sequence[int], sizes: Sequence[BlockBytes], budget: int) -> Plan:
+def _within_budget(chains: Sequence[int], sizes: Sequence[BlockBytes], budget: int, in_flight: int = 1) -> Plan:
     count = len(sizes)
 
     def cheapest(untouched: int) -> Plan:
@@ -175,18 +179,18 @@ def _within_budget(chains: Sequence[int], sizes: Sequence[BlockBytes], budget: i
         rest = _shorten(chains, count - untouched)
         tail = tuple(Segment(i, i + 1, "all") for i in range(count - untouched, count))
         heads = [_by_length(rest, k, nested=False) for k in range(1, max(rest) + 1)] if rest else [()]
-        return min((head + tail for head in heads), key=lambda plan: peak_bytes(plan, sizes))
+        return min((head + tail for head in heads), key=lambda plan: peak_bytes(plan, sizes, in_flight))
 
     low, high = -1, count + 1  # the number of untouched blocks that fits; more untouched blocks never hold less
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (middle, high) if peak_bytes(cheapest(middle), sizes) <= budget else (low, middle)
+        low, high = (middle, high) if peak_bytes(cheapest(middle), sizes, in_flight) <= budget else (low, middle)
     if low >= 0:
         return cheapest(low)
-    nested = best_plan(chains, sizes, nested=True)
-    if peak_bytes(nested, sizes) <= budget:
+    nested = best_plan(chains, sizes, nested=True, in_flight=in_flight)
+    if peak_bytes(nested, sizes, in_flight) <= budget:
         return nested
-    least = min(peak_bytes(nested, sizes), peak_bytes(cheapest(0), sizes))
+    least = min(peak_bytes(nested, sizes, in_flight), peak_bytes(cheapest(0), sizes, in_flight))
     raise UnsupportedError(
         explain(
             f"budget_bytes={budget}",

@@ -1,4 +1,4 @@
-"""Count the FLOPs of a LightningModule's own training step.
+"""Run a LightningModule's own step on fake tensors: to count its FLOPs, or to record how data flows through it.
 
 What Lightning offers inside a step, such as logging and optimizers, is replaced by silent stand-ins.
 """
@@ -6,9 +6,10 @@ What Lightning offers inside a step, such as logging and optimizers, is replaced
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
+from unittest import mock
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -17,8 +18,14 @@ from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
+from torchmetrics import Metric
 
+from lightning_4d.errors import UnsupportedError, explain
+from lightning_4d.parallel.blocks import Block
+from lightning_4d.parallel.pipeline.flow import Flow
+from lightning_4d.parallel.pipeline.record import Recorder, StepRecord
 from lightning_4d.utilization import CountError, FakeRun, StepFlops, count_step
+from lightning_4d.utilization.isolation import faked
 
 
 def count_training_step(
@@ -57,6 +64,95 @@ def count_training_step(
         )
 
 
+def record_step(
+    trainer: Trainer,
+    module: LightningModule,
+    name: str,
+    batch: Any,
+    blocks: Sequence[Block],
+    *arguments: Any,
+) -> StepRecord:
+    """Record one run of the step called ``name`` on the shapes of ``batch``; nothing changes, nothing is logged.
+
+    Args:
+        trainer: whose precision applies.
+        module: on any device, split and sharded or not.
+        name: ``"training_step"``, ``"validation_step"``, ``"test_step"`` or ``"predict_step"``.
+        batch: tensors of the shapes meant.
+        blocks: the repeated blocks of the module.
+        arguments: what Lightning hands on besides the batch.
+
+    Raises:
+        UnsupportedError: the step cannot be followed: it needs values to run, or calls blocks in a way that a pipeline
+            cannot.
+
+    Which ranks must call: none has to; there is no communication.
+    """
+    standins = _StandIns(trainer, module)
+    training = name == "training_step"
+    context = getattr(trainer.precision_plugin, f"{_CONTEXTS[name]}_step_context")
+    with _quiet_loggers(trainer), faked(module, trainer.strategy.root_device, standins.attributes()) as run:
+        flow = Flow(module.named_parameters(), module.named_buffers(), run.whole)
+        recorder = Recorder(module, blocks, flow)
+        standins.bind(run, _refuse_backward, recorder.note)
+        _note_metrics(module, recorder.note)
+        fake = apply_to_collection(batch, Tensor, run.tensor)
+        try:
+            with torch.set_grad_enabled(training), context(), recorder.recording(), _no_own_gradients():
+                output = getattr(type(module), name)(module, fake, *arguments)
+        except UnsupportedError:
+            raise
+        except Exception as error:  # whatever user code raises without data
+            raise UnsupportedError(
+                explain(
+                    f"{name} does not run without values ({type(error).__name__}: {_first_line(error)})",
+                    "how data flows through a step is found by running it on tensors that have shapes only",
+                    "take conditions on values (if loss.isnan(), .item(), .numpy()) out of the step",
+                )
+            ) from error
+        return recorder.result(output)
+
+
+_CONTEXTS = {"training_step": "train", "validation_step": "val", "test_step": "test", "predict_step": "predict"}
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else ""
+
+
+def _refuse_backward(*_: Any, **__: Any) -> Any:
+    raise UnsupportedError(
+        explain(
+            "the step computes gradients itself (backward, autograd.grad)",
+            "with pipeline parallelism the schedule runs the backward, one microbatch at a time",
+            "return the loss and let the Trainer run the backward, or use pipeline_parallel_size=1",
+        )
+    )
+
+
+@contextmanager
+def _no_own_gradients() -> Iterator[None]:
+    with (
+        mock.patch.object(torch.autograd, "grad", _refuse_backward),
+        mock.patch.object(torch.autograd, "backward", _refuse_backward),
+        mock.patch.object(Tensor, "backward", _refuse_backward),
+    ):
+        yield
+
+
+def _note_metrics(module: nn.Module, note: Callable[[Any], None]) -> None:
+    """Let silenced metrics say what they were given: it is needed, though no result depends on it."""
+
+    def noting(*args: Any, **kwargs: Any) -> Tensor:
+        note((args, kwargs))
+        return torch.zeros(())
+
+    for child in module.modules():
+        if isinstance(child, Metric):
+            vars(child).update(update=noting, forward=noting)
+
+
 def _loss(output: Any) -> Tensor:
     loss = output.get("loss") if isinstance(output, Mapping) else output
     if not isinstance(loss, Tensor):
@@ -85,14 +181,15 @@ class _StandIns:
         self._run: FakeRun | None = None
         self._backward: Callable[[Tensor], None] | None = None
         self._frozen: list[nn.Parameter] = []
+        self._note: Callable[[Any], None] = _nothing
 
-    def bind(self, run: FakeRun, backward: Callable[[Tensor], None]) -> None:
-        self._run, self._backward = run, backward
+    def bind(self, run: FakeRun, backward: Callable[[Tensor], None], note: Callable[[Any], None] | None = None) -> None:
+        self._run, self._backward, self._note = run, backward, note or _nothing
         for optimizer in self._optimizers:
             optimizer.toggle, optimizer.untoggle = self._toggle, self._untoggle
 
     def attributes(self) -> dict[str, Any]:
-        quiet = dict.fromkeys(("log", "log_dict", "print", "clip_gradients"), _nothing)
+        quiet = dict.fromkeys(("print", "clip_gradients"), _nothing) | dict.fromkeys(("log", "log_dict"), self._log)
         return quiet | {
             "all_gather": self._all_gather,
             "manual_backward": self._manual_backward,
@@ -101,6 +198,9 @@ class _StandIns:
             "toggle_optimizer": self._toggle,
             "untoggle_optimizer": self._untoggle,
         }
+
+    def _log(self, *args: Any, **kwargs: Any) -> None:
+        self._note((args, kwargs))
 
     def _manual_backward(self, loss: Tensor, *_: Any, **__: Any) -> None:
         assert self._backward is not None

@@ -1,0 +1,54 @@
+"""Records of a module's steps, one for each kind of step and shape of batch, made when they are first needed."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from lightning.pytorch import LightningModule
+
+from lightning_4d.parallel.blocks import Block
+from lightning_4d.parallel.pipeline.batch import signature
+from lightning_4d.parallel.pipeline.record import StepRecord
+from lightning_4d.strategies.fake_step import record_step
+
+if TYPE_CHECKING:
+    from lightning_4d.strategies.nd import NDStrategy
+
+_MOST = 64  # records kept
+
+
+class StepRecords:
+    """Makes and keeps records."""
+
+    def __init__(self, strategy: NDStrategy) -> None:
+        self._strategy = strategy
+        self._module: LightningModule | None = None
+        self.blocks: Sequence[Block] = ()
+        self._kept: OrderedDict[Any, StepRecord] = OrderedDict()
+        self.made = 0  # how many runs on fake tensors there were
+
+    def begin(self, module: LightningModule, blocks: Sequence[Block]) -> None:
+        """Make records of this module from now on."""
+        self._module, self.blocks = module, list(blocks)
+        self._kept.clear()
+
+    def get(self, name: str, batch: Any, arguments: tuple[Any, ...]) -> StepRecord:
+        """Return the record of a step on a batch of these shapes.
+
+        Raises:
+            UnsupportedError: the step cannot be followed.
+        """
+        assert self._module is not None
+        key = (name, self._module.training, signature(batch), len(arguments))
+        record = self._kept.get(key)
+        if record is None:
+            trainer = self._module.trainer
+            record = record_step(trainer, self._module, name, batch, self.blocks, *arguments)
+            self.made += 1
+        self._kept[key] = record
+        self._kept.move_to_end(key)
+        if len(self._kept) > _MOST:
+            self._kept.popitem(last=False)
+        return record

@@ -1,0 +1,170 @@
+"""Training in pipeline stages gives the numbers of one process, or of DDP with as many data-parallel ranks."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+
+from lightning_4d import NDStrategy
+from lightning_4d.callbacks import ActivationCheckpointing
+from tests import staged_modules as staged
+from tests.harness import compare, reference, staged_tensors, train
+from tests.modules import EncoderStack, TinyGPT, ViT
+
+FOUR = partial(TinyGPT, layers=4)
+
+
+def stages(pipeline: int, shard: int = 1, **kwargs: Any) -> partial[NDStrategy]:
+    return partial(NDStrategy, pipeline_parallel_size=pipeline, data_parallel_shard_size=shard, **kwargs)
+
+
+def check(pool, module, pipeline, shard=1, replicate=1, *, rtol=1e-10, options: dict[str, Any] | None = None, **kwargs):
+    data = shard * replicate
+    expected = reference(pool, data, module, **kwargs)
+    strategy = stages(pipeline, shard, data_parallel_replicate_size=replicate, **(options or {}))
+    actual = pool.run(pipeline * data, train, module, strategy, gather=staged_tensors, **kwargs)
+    for rank, mine in enumerate(actual):
+        compare(mine, expected[rank % data], rtol=rtol)
+
+
+SCHEDULES = [
+    ("gpipe", 2, 1),
+    ("gpipe", 4, 4),
+    ("1f1b", 2, "auto"),
+    ("1f1b", 4, 4),
+    ("interleaved_1f1b", 2, 4),
+    ("looped_bfs", 2, 2),
+    ("interleaved_zero_bubble", 2, 4),
+    ("zbv", 2, 4),
+    ("dualpipev", 2, 4),
+]
+
+
+@pytest.mark.parametrize(("schedule", "ranks", "microbatches"), SCHEDULES)
+def test_every_schedule(pool, schedule, ranks, microbatches):
+    options = {"pipeline_schedule": schedule, "num_microbatches": microbatches}
+    check(pool, FOUR, ranks, limit_val_batches=2, options=options)
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        partial(FOUR, tied=True),
+        partial(FOUR, rope=True, fused_qkv=False),
+        partial(ViT),
+        partial(EncoderStack),
+    ],
+    ids=["tied", "rope", "vit", "encoder"],
+)
+def test_every_kind_of_module(pool, module):
+    check(pool, module, 2, limit_val_batches=2)
+
+
+@pytest.mark.parametrize(("schedule", "tied"), [("1f1b", True), ("zbv", True), ("interleaved_1f1b", False)])
+def test_stages_of_sharded_blocks(pool, schedule, tied):
+    check(pool, partial(FOUR, tied=tied), 2, shard=2, limit_val_batches=2, options={"pipeline_schedule": schedule})
+
+
+def train_each(cases: list[dict[str, Any]], strategy: Any, **common: Any) -> list[Any]:
+    """On one rank: train each case with the same strategy settings."""
+    return [train(**(common | case), strategy=strategy) for case in cases]
+
+
+def check_each(pool, cases: dict[str, dict[str, Any]], pipeline, shard=1, *, rtol=1e-10, options=None, **common):
+    """Like `check`, many cases in one set of processes."""
+    settings = list(cases.values())
+    expected = pool.run(shard, train_each, settings, "ddp" if shard > 1 else "auto", timeout=300, **common)
+    strategy = stages(pipeline, shard, **(options or {}))
+    actual = pool.run(pipeline * shard, train_each, settings, strategy, timeout=300, gather=staged_tensors, **common)
+    for rank, mine in enumerate(actual):
+        for name, one, other in zip(cases, mine, expected[rank % shard], strict=True):
+            try:
+                compare(one, other, rtol=rtol)
+            except AssertionError as error:
+                raise AssertionError(f"{name}, rank {rank}: {error}") from error
+
+
+TRAINERS = {
+    "accumulation": {"module": FOUR, "accumulate_grad_batches": 3},
+    "clipping": {"module": FOUR, "gradient_clip_val": 0.05},
+    "clipping by value": {"module": FOUR, "gradient_clip_val": 0.001, "gradient_clip_algorithm": "value"},
+    "clipping of tied weights": {"module": partial(FOUR, tied=True), "gradient_clip_val": 0.05},
+    "last batch of 1": {"module": partial(FOUR, samples=9), "steps": -1, "max_epochs": 2, "limit_val_batches": 1.0},
+    "batch of 5": {"module": partial(FOUR, batch_size=5, samples=18), "steps": 4},
+    "sanity check": {"module": FOUR, "num_sanity_val_steps": 2, "limit_val_batches": 2},
+}
+
+
+@pytest.mark.parametrize(("schedule", "shard"), [("1f1b", 1), ("zbv", 2)])
+def test_trainer_settings(pool, schedule, shard):
+    check_each(pool, TRAINERS, 2, shard, options={"pipeline_schedule": schedule})
+
+
+MODULES = [
+    staged.InSequential,
+    staged.WithKeywords,
+    staged.WithTuples,
+    staged.Conditioned,
+    staged.WithSkips,
+    staged.WithDeepSupervision,
+    staged.Frozen,
+    staged.InEvalNorm,
+    staged.SumLoss,
+    staged.RaggedLabels,
+    staged.Collecting,
+    staged.NestedBatches,
+    staged.DynamicLengths,
+]
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+def test_modules_that_are_a_challenge(pool, schedule):
+    cases = {module.__name__: {"module": module} for module in MODULES}
+    check_each(
+        pool,
+        cases,
+        2,
+        options={"pipeline_schedule": schedule},
+        limit_val_batches=2,
+        max_epochs=1,
+        steps=-1,
+        limit_train_batches=3,
+    )
+
+
+def test_a_balance_loss_with_one_microbatch(pool):
+    options = {"pipeline_schedule": "gpipe", "num_microbatches": 1}
+    check(pool, staged.WithAuxiliaryLoss, 2, limit_val_batches=2, options=options)
+
+
+def test_batch_norm_with_one_microbatch(pool):
+    options = {"pipeline_schedule": "gpipe", "num_microbatches": 1}
+    check(pool, staged.WithBatchNorm, 2, limit_val_batches=2, options=options)
+
+
+def checkpointed(*args: Any, **kwargs: Any) -> dict[str, Any]:
+    return {"module": partial(FOUR, dropout=0.0), "callbacks": partial(_checkpointing, args, kwargs)}
+
+
+def _checkpointing(args: Any, kwargs: Any) -> list[Any]:
+    return [ActivationCheckpointing(*args, **kwargs)]
+
+
+POLICIES = {
+    "none": checkpointed("none"),
+    "full": checkpointed("full"),
+    "sqrt": checkpointed("sqrt"),
+    "nested": checkpointed("sqrt", nested=True, segments=1),
+    "every_k": checkpointed("every_k", every_k=2),
+    "selective": checkpointed("selective"),
+    "budget": checkpointed("budget", budget_bytes=300_000),
+}
+
+
+@pytest.mark.parametrize(
+    ("schedule", "shard"), [("gpipe", 1), ("1f1b", 2), ("interleaved_1f1b", 1), ("looped_bfs", 1), ("zbv", 2)]
+)
+def test_activation_checkpointing(pool, schedule, shard):
+    check_each(pool, POLICIES, 2, shard, options={"pipeline_schedule": schedule})
