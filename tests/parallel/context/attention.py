@@ -82,8 +82,9 @@ def _bias(case: Case) -> Tensor:
 
 def _floor_bias(case: Case) -> Tensor:
     bias = torch.randn(1, 1, case.length, case.keys or case.length, generator=torch.Generator().manual_seed(1))
+    bias = bias.to(case.dtype)
     bias[:, :, 1::3] = torch.finfo(case.dtype).min
-    return bias.to(case.dtype)
+    return bias
 
 
 def _row_bias(case: Case) -> Tensor:
