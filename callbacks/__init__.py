@@ -16,5 +16,6 @@ if __name__ != "lightning_4d.callbacks":
 
 from lightning_4d.callbacks.activation_checkpointing import ActivationCheckpointing
 from lightning_4d.callbacks.mfu_monitor import MFUMonitor
+from lightning_4d.callbacks.pipeline_timeline import PipelineTimeline
 
-__all__ = ["ActivationCheckpointing", "MFUMonitor"]
+__all__ = ["ActivationCheckpointing", "MFUMonitor", "PipelineTimeline"]

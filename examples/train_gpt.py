@@ -422,6 +422,8 @@ class SampleText(Callback):
         """All ranks sample, since together they hold the parameters; the first one prints."""
         if not self.n_bytes or not isinstance(pl_module, GPT):
             return
+        if getattr(trainer.strategy, "has_stages", False):
+            return  # no rank holds all blocks; load the checkpoint into one process to sample
         text = pl_module.generate(self.prompt, self.n_bytes, self.temperature)
         if trainer.is_global_zero:
             print(f"\n--- sampled text ---\n{text.replace(FILE_END, b'').decode(errors='replace')}\n---", flush=True)

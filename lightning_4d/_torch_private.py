@@ -217,8 +217,7 @@ def fsdp_gather_in(param: Any, dtype: torch.dtype | None) -> None:
 
 
 def user_class(module: nn.Module) -> type:
-    """Return the class of ``module`` without what ``fully_shard`` made of it (a class of its own, of which each is a
-    subclass)."""
+    """Return the class that the user gave ``module``; ``fully_shard`` makes a subclass of it."""
     cls = type(module)
     return cls.__mro__[2] if issubclass(cls, FSDPModule) and cls.__mro__[1] is FSDPModule else cls
 

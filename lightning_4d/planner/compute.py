@@ -87,7 +87,9 @@ def _attention_seconds(model: ModelFacts, machine: Machine, software: Software, 
     flops = plan.micro_batch * model.attention_flops / (plan.cp * plan.tp)
     ampere = choose(software.attention, 1.0, c.flash1_a100, c.flash2_a100, c.flash2_a100)
     hopper = choose(software.attention, 1.0, c.flash1_h100, c.flash2_h100, c.flash3_h100)
-    narrow = np.minimum(1.0, (np.asarray(model.head_dim) / 128) ** c.narrow_heads)  # short reductions feed the units badly
+    narrow = np.minimum(
+        1.0, (np.asarray(model.head_dim) / 128) ** c.narrow_heads
+    )  # short reductions feed the units badly
     held_back = np.where(np.asarray(machine.matmul_kind) == H100_500W, c.matmul_h100_500w / c.matmul_h100, 1.0)
     fused = flops / (machine.peak * held_back * np.where(np.asarray(machine.hopper) > 0, hopper, ampere) * narrow)
     return np.where(np.asarray(software.attention) > 0, fused, _unfused_seconds(model, machine, plan, c))
@@ -107,7 +109,9 @@ def _elementwise_seconds(model: ModelFacts, machine: Machine, software: Software
     """Norms, residuals, rotations, activations: passes over (tokens x width) in 16 bit. Forward."""
     tokens = plan.micro_batch * model.seq_len / plan.cp
     split = np.where(np.asarray(software.sequence_parallel) > 0, plan.tp, 1)
-    passes = 14 * model.hidden / split + (2 * model.ffn_hidden * (model.ffn_matrices - 1) + 4 * model.query_width) / plan.tp
+    passes = (
+        14 * model.hidden / split + (2 * model.ffn_hidden * (model.ffn_matrices - 1) + 4 * model.query_width) / plan.tp
+    )
     factor = np.where(np.asarray(software.eager) > 0, c.elementwise_eager, c.elementwise)
     casts = np.asarray(software.casts) * 6 * model.block_parameters / plan.tp  # read in 4 bytes, written in 2
     return (factor * 2 * tokens * passes + casts) / (machine.bandwidth * c.memory_share)

@@ -90,7 +90,7 @@ class Constants:
     p2p_exposed: float = 0.112
     optimizer_bytes: float = 34.0
     activation_slack: float = 1.002
-    runtime_memory: float = 5.684e+09
+    runtime_memory: float = 5.684e09
     zero_bubble_split: float = 0.03
 
 

@@ -37,7 +37,9 @@ def build_module(class_path: str, init_args: Mapping[str, Any]) -> nn.Module:
         kind = getattr(importlib.import_module(package), name)
     except (ImportError, AttributeError, ValueError) as error:
         rule = f"a class path is package.module.Class and must be importable ({error})"
-        raise PlanError(explain(f"class_path {class_path!r}", rule, "check it, and start in the folder it is in")) from error
+        raise PlanError(
+            explain(f"class_path {class_path!r}", rule, "check it, and start in the folder it is in")
+        ) from error
     try:
         with torch.device("meta"):
             module = kind(**init_args)
@@ -45,7 +47,9 @@ def build_module(class_path: str, init_args: Mapping[str, Any]) -> nn.Module:
                 configure()
             return module
     except Exception as error:  # whatever the user's constructor raises
-        raise PlanError(explain(f"{class_path}({dict(init_args)})", f"it raises {error!r}", "correct init_args")) from error
+        raise PlanError(
+            explain(f"{class_path}({dict(init_args)})", f"it raises {error!r}", "correct init_args")
+        ) from error
 
 
 def parse_batch(text: str) -> list[tuple[torch.dtype, tuple[int, ...]]]:

@@ -66,9 +66,7 @@ def _families(found: Search) -> dict[str, Mask]:
         "no context parallelism (cp=1)": cp == 1,
         "context parallelism (cp>1)": cp > 1,
     }
-    families |= {
-        f"recompute {name}": found.space.policy == index for index, name in enumerate(found.space.policies)
-    }
+    families |= {f"recompute {name}": found.space.policy == index for index, name in enumerate(found.space.policies)}
     schedules = np.asarray(plan.schedule, int)
     best = int(found.order[0])
     if pp[best] > 1:
@@ -81,7 +79,9 @@ def _compared(found: Search, name: str, mask: Mask) -> Rejection:
     if row is None:
         least = found.candidate(int(np.flatnonzero(mask)[np.argmin(found.bytes[mask])]))
         most = max(least.memory, key=lambda part: least.memory[part])
-        sizes = f"needs {least.bytes / GIB:.0f} GiB of {least.capacity / GIB:.0f}, {most} {least.memory[most] / GIB:.0f}"
+        sizes = (
+            f"needs {least.bytes / GIB:.0f} GiB of {least.capacity / GIB:.0f}, {most} {least.memory[most] / GIB:.0f}"
+        )
         return Rejection(name, sizes)
     other, best = found.candidate(row), found.best
     slower = found.seconds[row] / found.seconds[int(found.order[0])] - 1
@@ -121,5 +121,3 @@ def _impossible(found: Search, plan: Plan) -> list[Rejection]:
         if first is not None:
             rejected.append(Rejection(f"{axis}={first} and more", axis_conflict(axis, first, sizes) or ""))
     return rejected
-
-

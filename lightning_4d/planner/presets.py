@@ -10,7 +10,18 @@ __all__ = ["CLUSTERS", "MODELS"]
 
 def _gpt(name: str, layers: int, hidden: int, heads: int, vocab: int = 50_257, seq_len: int = 1024) -> ModelFacts:
     return ModelFacts(
-        layers, hidden, heads, heads, hidden // heads, 4 * hidden, 2, vocab, seq_len, tied=1, positions=seq_len, name=name
+        layers,
+        hidden,
+        heads,
+        heads,
+        hidden // heads,
+        4 * hidden,
+        2,
+        vocab,
+        seq_len,
+        tied=1,
+        positions=seq_len,
+        name=name,
     )
 
 

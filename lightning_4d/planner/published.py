@@ -86,14 +86,42 @@ PROGRAMS: tuple[Program, ...] = (
     # DeepSpeed ZeRO-3 of 2021 gathers each parameter by itself: 12 of a GPT block.
     Program(r"deepspeed zero-3", "unfused", 2, zero=3, early_stop=False, collectives=12, overlaps_gathers=False),
     # Megatron-LM before FlashAttention: fused softmax, scores in memory; fp16 gradients.
-    Program(r"sc'21|2104\.04473|makefile tables|megatron-deepspeed", "unfused", 2, sequence_parallel=False, early_stop=False, overlaps_gradients=False),
-    Program(r"bigscience|bloom", "unfused", 2, sequence_parallel=False, fabric="4x100Gb/s Omni-Path per node", early_stop=False, overlaps_gradients=False, blocking=True, master_bytes=16, logit_memory=6, bucket_bytes=2e9),
+    Program(
+        r"sc'21|2104\.04473|makefile tables|megatron-deepspeed",
+        "unfused",
+        2,
+        sequence_parallel=False,
+        early_stop=False,
+        overlaps_gradients=False,
+    ),
+    Program(
+        r"bigscience|bloom",
+        "unfused",
+        2,
+        sequence_parallel=False,
+        fabric="4x100Gb/s Omni-Path per node",
+        early_stop=False,
+        overlaps_gradients=False,
+        blocking=True,
+        master_bytes=16,
+        logit_memory=6,
+        bucket_bytes=2e9,
+    ),
     Program(r"2205\.05198", "unfused", 2, zero=0, early_stop=False, overlaps_gradients=False),
     # Composer: FSDP with bf16 reduction; its MPT models use Triton's FlashAttention on A100.
     Program(r"llm-foundry", "flash1", 2, zero=3),
     # torchtitan: SDPA (FlashAttention 2), fp32 reduction, eager norms and rotary embedding unless compiled.
     Program(r"torchtitan", "flash2", 4, eager=True, zero=3, logit_memory=12, fp32_copies=True, pp_microbatches=True),
-    Program(r"nanotron", "flash2", 4, fabric="400 GB/s EFA per node", collectives=9, balances_stages=True, logit_memory=10, fp32_copies=True),
+    Program(
+        r"nanotron",
+        "flash2",
+        4,
+        fabric="400 GB/s EFA per node",
+        collectives=9,
+        balances_stages=True,
+        logit_memory=10,
+        fp32_copies=True,
+    ),
     Program(r"internevo|internlm", "flash2", 2, early_stop=False, collectives=9, logit_memory=10, step_bytes=12),
     # NeMo and Megatron-LM since 2024: cuDNN attention, fp32 or bf16 reduction, ZeRO-1.
     Program(r"nemo|megatron-bridge|megatron-lm|megatron/", "flash3", 4),
@@ -280,7 +308,9 @@ def _plan(row: Row, program: Program) -> Plan:
     replicate = _int(row, "dp_replicate") or max(1, dp // shard)
     zero = _int(row, "zero_stage") if row["zero_stage"] else program.zero
     told = re.search(r"micro_num (\d+)", row["notes"])
-    samples = _int(row, "global_batch_sequences") or dp * (_int(row, "micro_batch") or 1) * (int(told[1]) if told else 1)
+    samples = _int(row, "global_batch_sequences") or dp * (_int(row, "micro_batch") or 1) * (
+        int(told[1]) if told else 1
+    )
     # Blank: pipelines take single samples, except torchtitan's, which by default cut a batch into pp microbatches.
     usual = 1 if pp > 1 and not program.pp_microbatches else samples // dp // pp
     micro = _int(row, "micro_batch") or max(1, usual)

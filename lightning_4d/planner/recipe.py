@@ -1,11 +1,11 @@
 """The staged advice that practitioners give, beside what the search found: where they differ, by how much.
 
-    below about 1B parameters and up to 128 devices: plain data parallelism, the largest batch that fits
-    above 1B: shard parameters, FSDP or HSDP
-    out of memory: activation checkpointing
-    more than 256 devices: HSDP, sized to the fast domain
-    above 50B parameters or sequences over 16K: tensor, pipeline and context parallelism
-    then tune for MFU
+below about 1B parameters and up to 128 devices: plain data parallelism, the largest batch that fits
+above 1B: shard parameters, FSDP or HSDP
+out of memory: activation checkpointing
+more than 256 devices: HSDP, sized to the fast domain
+above 50B parameters or sequences over 16K: tensor, pipeline and context parallelism
+then tune for MFU
 """
 
 from __future__ import annotations
@@ -108,7 +108,9 @@ def _stage(found: Search, advice: str, mask: NDArray[np.bool_]) -> Stage:
 def _checkpointing(found: Search) -> Stage:
     advice = "out of memory: activation checkpointing"
     best = found.best
-    plain = found.of(found.space.policy == found.space.policies.index("none")) if "none" in found.space.policies else None
+    plain = (
+        found.of(found.space.policy == found.space.policies.index("none")) if "none" in found.space.policies else None
+    )
     if best.policy == "none":
         return Stage(advice, f"not needed, {_memory(best)}", True)
     if plain is None:

@@ -101,5 +101,3 @@ def bar(parts: Mapping[str, float], unit: str, width: int = 90) -> Text:
         line.append(("░" if name == "free" else "█") * max(1, round(width * value / total)), style)
         legend.append("■ ", style).append(f"{name} {value:.3g} {unit} ({value / total:.0%})  ")
     return line.append("\n").append_text(legend)
-
-

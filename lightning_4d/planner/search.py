@@ -32,7 +32,9 @@ _CPU = {"layer_seconds": 50e-6, "step_seconds": 5e-3, "intra_latency": 0.2e-3}
 
 Floats = NDArray[np.float64]
 MARGIN = 0.01  # how much faster a plan must be for each further axis
-HEADROOM = 0.95  # of the memory that a plan may take: the model is off by a few per cent, and allocators leave fragments
+HEADROOM = (
+    0.95  # of the memory that a plan may take: the model is off by a few per cent, and allocators leave fragments
+)
 
 
 @dataclass(frozen=True)
@@ -201,7 +203,9 @@ def _simplicity(space: Space, rows: NDArray[np.int64]) -> Floats:
 def _no_layout(model: ModelFacts, cluster: ClusterFacts, batch: int | None, limits: Limits | None) -> str:
     fixed = ", ".join(f"{name}={value}" for name, value in vars(limits or Limits()).items() if isinstance(value, int))
     given = f"batch={batch} on {cluster.devices} devices" + (f" with {fixed}" if fixed else "")
-    layout = ParallelLayout(*(getattr(limits, axis, None) or 1 for axis in ("pp", "dp_replicate", "dp_shard", "cp", "tp")))
+    layout = ParallelLayout(
+        *(getattr(limits, axis, None) or 1 for axis in ("pp", "dp_replicate", "dp_shard", "cp", "tp"))
+    )
     reasons = conflicts(layout, model)
     rule = "; ".join(reasons) or "the data-parallel size divides the batch, and the product of all sizes is the devices"
     near = max(1, round((batch or 1) / cluster.devices)) * cluster.devices

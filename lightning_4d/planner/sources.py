@@ -132,7 +132,9 @@ def _first(config: Mapping[str, Any], size: str, kind: str, default: int | None 
     found = next((config[name] for name in _NAMES[size] if config.get(name)), default)
     if found is None:
         rule = f"{size} stands in a configuration as {' or '.join(_NAMES[size])}"
-        raise PlanError(explain(f"Hugging Face configuration {kind!r} without it", rule, "write the sizes into a YAML file"))
+        raise PlanError(
+            explain(f"Hugging Face configuration {kind!r} without it", rule, "write the sizes into a YAML file")
+        )
     return int(found)
 
 
@@ -166,7 +168,9 @@ def _local_cpu(processes: int) -> ClusterFacts:
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / processes
     # Tens of GFLOP/s and GB/s for each core: good enough to compare layouts of one machine.
     rate = 40e9 * cores
-    device = DeviceFacts("CPU", rate, rate, rate, memory / 2**30, 10 * cores, 5.0, 1, measured_share=0.9, usual_node=processes)
+    device = DeviceFacts(
+        "CPU", rate, rate, rate, memory / 2**30, 10 * cores, 5.0, 1, measured_share=0.9, usual_node=processes
+    )
     return ClusterFacts(device, 1, processes, 5.0, name=LOCAL_CPU)
 
 

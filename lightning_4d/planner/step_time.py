@@ -91,7 +91,8 @@ def _block_parts(
         "attention": work.attention_forward + split * work.attention_backward,
         "elementwise": work.elementwise_forward + split * work.elementwise_backward,
         "recompute": recompute,
-        "launch": (c.layer_seconds + c.blocking_seconds * np.asarray(software.blocking)) * (3 + np.asarray(again.matmul)),
+        "launch": (c.layer_seconds + c.blocking_seconds * np.asarray(software.blocking))
+        * (3 + np.asarray(again.matmul)),
         "tensor": _tensor_seconds(model, machine, software, plan, c) * (4 + 2 * runs_again),
         "context": _context_seconds(work, model, machine, plan, c),
     }
@@ -164,7 +165,11 @@ def _accumulate_seconds(
 ) -> Number:
     """Adding a microbatch's 16-bit gradients to those of the step: read both, write the sum."""
     held = _held(model, plan, stages)
-    bytes_ = (2 + 2 * np.asarray(software.gradient_bytes)) * held / np.where(np.asarray(plan.zero) >= 3, plan.dp_shard * plan.cp, 1)
+    bytes_ = (
+        (2 + 2 * np.asarray(software.gradient_bytes))
+        * held
+        / np.where(np.asarray(plan.zero) >= 3, plan.dp_shard * plan.cp, 1)
+    )
     return np.where(np.asarray(plan.microbatches) > 1, bytes_ / (machine.bandwidth * c.memory_share), 0.0)
 
 

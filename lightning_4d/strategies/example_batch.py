@@ -52,12 +52,12 @@ def _evaluation_loop(trainer: Trainer) -> Any:
 
 
 def _combined(loaders: Any) -> CombinedLoader:
-    mode = "max_size_cycle"
+    mode: Any = "max_size_cycle"
     if isinstance(loaders, CombinedLoader):
         mode, loaders = loaders._mode, loaders.iterables
     combined = CombinedLoader(loaders, mode)
     combined.flattened = [_in_process(loader) for loader in combined.flattened]
-    combined.limits = [1] * len(combined.flattened)
+    combined.limits = [1.0] * len(combined.flattened)
     return combined
 
 

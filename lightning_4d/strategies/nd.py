@@ -45,6 +45,7 @@ from lightning_4d.mesh import Mesh
 from lightning_4d.parallel.blocks import find_blocks
 from lightning_4d.parallel.data import DataParallel, DataParallelOptions, MetaInitialization, shard, sharded
 from lightning_4d.parallel.gradients import Elsewhere
+from lightning_4d.parallel.pipeline.engine import Pipeline
 from lightning_4d.parallel.recompute import StageRuns
 from lightning_4d.strategies import random_state
 from lightning_4d.strategies.checkpointing import CheckpointTranslator
@@ -348,6 +349,16 @@ class NDStrategy(ParallelStrategy):
     def has_stages(self) -> bool:
         """Whether the blocks are divided into pipeline stages."""
         return self.layout.pipeline_parallel_size > 1
+
+    @property
+    def pipeline(self) -> Pipeline:
+        """The pipeline stages of this rank, from set-up on; only where there are some."""
+        return self._pipeline.pipeline
+
+    @property
+    def pipeline_schedule(self) -> str:
+        """The name of the pipeline schedule."""
+        return self._pipeline.schedule
 
     @property
     def stage_runs(self) -> StageRuns | None:

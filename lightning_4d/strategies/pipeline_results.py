@@ -14,7 +14,7 @@ from lightning_4d.errors import UnsupportedError, explain
 from lightning_4d.parallel.pipeline.batch import batched_entries
 from lightning_4d.parallel.pipeline.combine import LeafValue
 from lightning_4d.parallel.pipeline.passes import Trace
-from lightning_4d.parallel.pipeline.reduction import BatchReduction, Plan
+from lightning_4d.parallel.pipeline.reduction import BatchReduction, Mode, Plan
 from lightning_4d.parallel.pipeline.tail_trace import TailTrace
 from lightning_4d.strategies.pipeline_metrics import StageMetrics
 from lightning_4d.strategies.side_effects import Attributes, Effects, is_scalar, joined
@@ -32,7 +32,7 @@ class StepTrace(TailTrace):
 
     def __init__(self, mode: Literal["auto", "mean", "sum"]) -> None:
         super().__init__()
-        self._mode = mode
+        self._mode: Mode = mode
 
     def rows(self, *tensors: Any) -> None:
         """Say which tensors hold values of samples; a scalar is their mean, or their sum."""
@@ -80,7 +80,8 @@ class TrainingResults:
         self._running: TailTrace | None = None
         self._pieces, self._sizes, self._scale = pieces, sizes, scale
         self._is_whole = len(pieces) == 1
-        self._mode, self._checks = reduction, checks
+        self._mode: Mode = reduction
+        self._checks = checks
         entries = [list(batched_entries(p, size).values()) for p, size in zip(pieces, sizes, strict=True)]
         self._entries = entries
         self._reduction = BatchReduction(sizes, plan, reduction, prove, None if self._is_whole else entries)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -63,7 +64,7 @@ def split_by_name(firsts: Sequence[str | int], order: Sequence[str], kind: Sched
     starts = [_number(first, order) for first in firsts]
     if not starts or starts[0] != 0:
         starts.insert(0, 0)
-    if any(b <= a for a, b in zip(starts, starts[1:], strict=False)):
+    if any(b <= a for a, b in itertools.pairwise(starts)):
         raise UnsupportedError(
             explain(f"pipeline_split={list(firsts)!r}", "first blocks of stages come in rising order", "sort them")
         )

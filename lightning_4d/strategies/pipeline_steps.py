@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from lightning_4d.absent import Released, is_absent
 from lightning_4d.errors import UnsupportedError, explain
@@ -109,6 +110,11 @@ class PipelineSteps:
         """The stages of this rank, from set-up on."""
         assert self._pipeline is not None
         return self._pipeline
+
+    @property
+    def schedule(self) -> str:
+        """The name of the schedule."""
+        return self._kind.name
 
     @property
     def module(self) -> LightningModule:
@@ -244,7 +250,7 @@ class PipelineSteps:
         for ranks, names in by_ranks.items():
             if self._rank in ranks:
                 members = [ranks_along[rank] for rank in ranks]
-                group = dist.new_group(members, use_local_synchronization=True)
+                group = cast("dist.ProcessGroup", dist.new_group(members, use_local_synchronization=True))
                 shared.append(_Shared(module, names, group, members[0], is_first=self._rank == ranks[0]))
         return shared
 
@@ -340,7 +346,7 @@ class PipelineSteps:
         return self._returned(loss, description, lambda gradient: self._deliver(made, gradient, correction, scale))
 
     def _is_checked(self) -> bool:
-        """Whether this step checks on a device what the CPU checks in every step: the first steps, then now and then."""
+        """Whether this step checks what would wait for a device: the first steps, then now and then."""
         self._steps += 1
         return self._steps <= 3 or self._steps % 100 == 0
 
@@ -513,7 +519,7 @@ class _Shared:
     def make_equal(self) -> None:
         """Take the first rank's values. Which ranks must call: all of the group."""
         for parameter in self.parameters():
-            local = parameter.to_local() if hasattr(parameter, "to_local") else parameter  # pyright: ignore
+            local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
             if local.numel():
                 dist.broadcast(local.detach(), self._source, group=self._group)
 

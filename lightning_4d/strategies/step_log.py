@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from lightning.pytorch import LightningModule
@@ -82,7 +82,7 @@ def replay(module: LightningModule, options: dict[str, dict[str, Any]], values: 
         value = values[name]
         if value is None:
             value = module.get_submodule(given["metric_attribute"])
-        module.log(name, value, **given)
+        module.log(name, cast("Any", value), **given)
 
 
 def as_tensor(value: Tensor | float, device: torch.device) -> Tensor:

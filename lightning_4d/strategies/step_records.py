@@ -11,6 +11,7 @@ from lightning.pytorch import LightningModule
 from lightning_4d.parallel.blocks import Block
 from lightning_4d.parallel.pipeline.batch import signature
 from lightning_4d.parallel.pipeline.record import StepRecord
+from lightning_4d.parallel.pipeline.shapes import ShapeFamily, family_of
 from lightning_4d.strategies.fake_step import record_step
 
 if TYPE_CHECKING:
@@ -27,12 +28,14 @@ class StepRecords:
         self._module: LightningModule | None = None
         self.blocks: Sequence[Block] = ()
         self._kept: OrderedDict[Any, StepRecord] = OrderedDict()
+        self._families: dict[Any, ShapeFamily] = {}
         self.made = 0  # how many runs on fake tensors there were
 
     def begin(self, module: LightningModule, blocks: Sequence[Block]) -> None:
         """Make records of this module from now on."""
         self._module, self.blocks = module, list(blocks)
         self._kept.clear()
+        self._families.clear()
 
     def get(self, name: str, batch: Any, arguments: tuple[Any, ...]) -> StepRecord:
         """Return the record of a step on a batch of these shapes.
@@ -44,11 +47,20 @@ class StepRecords:
         key = (name, self._module.training, signature(batch), len(arguments))
         record = self._kept.get(key)
         if record is None:
-            trainer = self._module.trainer
-            record = record_step(trainer, self._module, name, batch, self.blocks, *arguments)
-            self.made += 1
+            record = self._new(key, name, batch, arguments)
         self._kept[key] = record
         self._kept.move_to_end(key)
         if len(self._kept) > _MOST:
             self._kept.popitem(last=False)
+        return record
+
+    def _new(self, key: tuple[Any, ...], name: str, batch: Any, arguments: tuple[Any, ...]) -> StepRecord:
+        assert self._module is not None
+        shapes = signature(batch)
+        family = self._families.setdefault((*key[:2], family_of(shapes), len(arguments)), ShapeFamily())
+        record = family.predict(shapes)
+        if record is None:
+            record = record_step(self._module.trainer, self._module, name, batch, self.blocks, *arguments)
+            self.made += 1
+            family.add(shapes, record)
         return record

@@ -189,7 +189,9 @@ def report_memory(runs: Sequence[Run], c: Constants) -> None:
     print(f"memory: {len(told)} rows, median {np.median(errors):.1%}, p90 {np.quantile(errors, 0.9):.1%}")
     out = [run for run in runs if run.row["status"] == "oom"]
     for run, bytes_ in zip(out, predict_memory(out, c)):
-        print(f"    {run.row['id']}: {bytes_ / GIB:.0f} of {float(run.machine.memory) / GIB:.0f} GiB, published out of memory")
+        print(
+            f"    {run.row['id']}: {bytes_ / GIB:.0f} of {float(run.machine.memory) / GIB:.0f} GiB, published out of memory"
+        )
 
 
 def write(c: Constants) -> None:

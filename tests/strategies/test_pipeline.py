@@ -97,7 +97,7 @@ TRAINERS = {
 }
 
 
-@pytest.mark.parametrize(("schedule", "shard"), [("1f1b", 1), ("zbv", 2)])
+@pytest.mark.parametrize(("schedule", "shard"), [("1f1b", 2), pytest.param("zbv", 2, marks=pytest.mark.slow)])
 def test_trainer_settings(pool, schedule, shard):
     check_each(pool, TRAINERS, 2, shard, options={"pipeline_schedule": schedule})
 
@@ -119,7 +119,7 @@ MODULES = [
 ]
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+@pytest.mark.parametrize("schedule", ["1f1b", pytest.param("zbv", marks=pytest.mark.slow)])
 def test_modules_that_are_a_challenge(pool, schedule):
     cases = {module.__name__: {"module": module} for module in MODULES}
     check_each(
@@ -163,8 +163,20 @@ POLICIES = {
 }
 
 
+SLOW = pytest.mark.slow
+
+
 @pytest.mark.parametrize(
-    ("schedule", "shard"), [("gpipe", 1), ("1f1b", 2), ("interleaved_1f1b", 1), ("looped_bfs", 1), ("zbv", 2)]
+    ("schedule", "shard"),
+    [
+        ("1f1b", 2),
+        pytest.param("zbv", 2, marks=SLOW),
+        pytest.param("gpipe", 1, marks=SLOW),
+        pytest.param("interleaved_1f1b", 1, marks=SLOW),
+        pytest.param("interleaved_zero_bubble", 1, marks=SLOW),
+        pytest.param("looped_bfs", 1, marks=SLOW),
+        pytest.param("dualpipev", 1, marks=SLOW),
+    ],
 )
 def test_activation_checkpointing(pool, schedule, shard):
     check_each(pool, POLICIES, 2, shard, options={"pipeline_schedule": schedule})

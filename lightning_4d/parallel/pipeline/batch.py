@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -32,7 +33,7 @@ def bounds(rows: int, pieces: int) -> list[tuple[int, int]]:
     edges = [0]
     for piece in range(pieces):
         edges.append(edges[-1] + short + (1 if piece < longer else 0))
-    return list(zip(edges[:-1], edges[1:], strict=True))
+    return list(itertools.pairwise(edges))
 
 
 def cut(batch: Any, rows: int, start: int, stop: int, whole: frozenset[Path] = frozenset()) -> Any:

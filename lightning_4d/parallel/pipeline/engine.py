@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_4d import _torch_private as private
+from lightning_4d.parallel.pipeline.clock import Clock
 from lightning_4d.parallel.pipeline.flow import Output
 from lightning_4d.parallel.pipeline.passes import StagePass, StepCalls, Trace
 from lightning_4d.parallel.pipeline.plan import StagePlan
@@ -64,6 +65,7 @@ class Pipeline:
         self.parameter_stages = parameter_stages
         self.calls = StepCalls(root, plan, self.here)
         self.whole_backward = False  # zero-bubble schedules compute both halves of a backward together
+        self.clock: Clock | None = None  # measures the next steps, where one is wanted
         self._owners = _owners(root)
         self._stages: dict[tuple[bool, ...], list[Stage]] = {}
         self._schedules: dict[tuple[str, int, int], Any] = {}
@@ -110,6 +112,7 @@ class Pipeline:
         self._running = _Step(step, pieces, records, carried, observer, key)
         self._stand_in_for(records)
         for stage in stages:
+            stage.clock = self.clock
             stage.begin(self._boundaries(stage.index, records, carried), backward=backward)
         try:
             private.run_schedule(schedule, count, backward=backward)
@@ -178,9 +181,10 @@ class Pipeline:
         found = dict.fromkeys(p for parameters in inside for p in parameters)
         for name, stages in self.parameter_stages.items():
             module, attribute = self._owners[name]
-            if stage in stages and module._parameters[attribute] is not None:
-                found[module._parameters[attribute]] = None
-        return [p for p in found if p is not None and p.requires_grad]
+            parameter = module._parameters[attribute]
+            if stage in stages and parameter is not None:
+                found[parameter] = None
+        return [parameter for parameter in found if parameter.requires_grad]
 
     def _boundaries(
         self, stage: int, records: Sequence[StepRecord], carried: Sequence[Sequence[Sequence[Output]]]

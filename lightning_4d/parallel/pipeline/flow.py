@@ -136,7 +136,7 @@ class Flow:
         if not _is_view(operation):
             names = [self._parameters.get(private.storage_key(tensor)) for tensor in inputs]
             self.uses.update((self.place, name) for name in names if name is not None)
-        made = read if self.block is OUTSIDE else frozenset([Inside(self.block)])
+        made: Sources = read if self.block is None else frozenset([Inside(self.block)])
         written = _written(operation, args, kwargs)
         for tensor in written:
             self._write(tensor, str(operation), made)
@@ -157,7 +157,7 @@ class Flow:
         if key in self._buffers:
             self.written_buffers.setdefault(self._buffers[key], self.block)
             return
-        if self.block is OUTSIDE:
+        if self.block is None:
             self.outside_writes = True
             self._sources[key] = self._sources.get(key, _NOTHING) | sources
         elif self._origin.get(key, OUTSIDE) != self.block:

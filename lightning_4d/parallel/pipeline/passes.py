@@ -240,7 +240,7 @@ class StagePass:
     def _zeros(self, spec: TensorSpec) -> Tensor:
         return spec.zeros(self._device, in_memory=self._record.writes_outside)
 
-    # ---------------------------------------------------------------------------------------- modules outside the blocks
+    # ------------------------------------------------------------------------------------- modules outside the blocks
 
     def stands_in_for(self, name: str) -> bool:
         """Whether nothing on this stage needs what the module returns."""

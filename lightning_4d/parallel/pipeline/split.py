@@ -23,8 +23,8 @@ def divide(costs: Sequence[float], stages: int, *, before: float = 0.0, after: f
     """
     check_count(len(costs), stages)
     prefix = [0.0]
-    for cost in costs:
-        prefix.append(prefix[-1] + cost)
+    for one in costs:
+        prefix.append(prefix[-1] + one)
 
     def cost(start: int, stop: int) -> float:
         extra = (before if start == 0 else 0.0) + (after if stop == len(costs) else 0.0)
@@ -33,7 +33,7 @@ def divide(costs: Sequence[float], stages: int, *, before: float = 0.0, after: f
     # best[stop]: (costliest stage, sum of squares, starts) of the best division of the first `stop` blocks
     best: list[tuple[float, float, tuple[int, ...]]] = [(0.0, 0.0, ())] + [(float("inf"), 0.0, ())] * len(costs)
     for stage in range(stages):
-        longer = [(float("inf"), 0.0, ())] * (len(costs) + 1)
+        longer: list[tuple[float, float, tuple[int, ...]]] = [(float("inf"), 0.0, ())] * (len(costs) + 1)
         for stop in range(stage + 1, len(costs) - (stages - stage - 1) + 1):
             options = (
                 (

@@ -8,6 +8,7 @@ beforehand, buffers live from their receive to their use, and errors are the use
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_4d import _torch_private as private
+from lightning_4d.parallel.pipeline.clock import Clock
 from lightning_4d.parallel.pipeline.record import TensorSpec
 
 
@@ -73,6 +75,7 @@ class Stage:
         self.act_send_info: dict[int, list[Any]] = {}
         self.output_chunks: list[Any] = []
         self.chunks: int | None = None
+        self.clock: Clock | None = None  # measures the computations of a step
         self.most_in_flight = 0  # microbatches whose activations were held at once, in the last step
         self.begin((), backward=False)
 
@@ -114,7 +117,8 @@ class Stage:
         if self.has_backward:
             for tensor, spec in zip(inputs, self._boundaries[microbatch].receives, strict=not self.is_first):
                 tensor.requires_grad_(spec.requires_grad)
-        outputs = list(self._forward(self, microbatch, inputs))
+        with self._timed("forward", microbatch):
+            outputs = list(self._forward(self, microbatch, inputs))
         if self.has_backward:
             self._held[microbatch] = (inputs, outputs)
             self.most_in_flight = max(self.most_in_flight, len(self._held))
@@ -157,13 +161,15 @@ class Stage:
         pairs = [(o, g) for o, g in zip(outputs, gradients, strict=True) if o.requires_grad]
         roots, seeds = [o for o, _ in pairs], [g for _, g in pairs]
         if full_backward or not self._splits:
-            self._whole_backward(roots, seeds)
+            with self._timed("backward", microbatch):
+                self._whole_backward(roots, seeds)
             if not full_backward:
                 self._pending[microbatch] = _nothing
         elif self.is_first:  # no stage before waits: all of it can come later
             self._pending[microbatch] = lambda: self._whole_backward(roots, seeds)
         else:
-            self._split_backward(microbatch, inputs, roots, seeds)
+            with self._timed("input_gradient", microbatch):
+                self._split_backward(microbatch, inputs, roots, seeds)
         self._input_gradients[microbatch] = [
             _taken(tensor)
             for tensor, spec in zip(inputs, self._receives(microbatch), strict=True)
@@ -190,8 +196,12 @@ class Stage:
 
     def backward_weight_one_chunk(self, microbatch: int, last_backward: bool = False) -> None:
         """Run the part of a backward that no other stage waits for."""
-        if self.has_backward:
-            self._pending.pop(microbatch)()
+        if not self.has_backward:
+            return
+        pending = self._pending.pop(microbatch)
+        if pending is not _nothing:
+            with self._timed("backward" if self.is_first else "weight_gradient", microbatch):
+                pending()
 
     def get_bwd_send_ops(self, microbatch: int) -> list[dist.P2POp]:
         """Send the gradients of a microbatch's inputs."""
@@ -203,6 +213,9 @@ class Stage:
     def get_local_bwd_output(self, microbatch: int) -> list[Tensor]:
         """Hand over the gradients of a microbatch's inputs to the stage before, which is on this rank as well."""
         return self._input_gradients.pop(microbatch) if self.has_backward else []
+
+    def _timed(self, kind: str, microbatch: int) -> AbstractContextManager[None]:
+        return nullcontext() if self.clock is None else self.clock.span(kind, microbatch, self.index)
 
     # --------------------------------------------------------------------------------- what schedules call besides
 
