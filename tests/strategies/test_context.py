@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -20,6 +21,9 @@ from lightning_4d.parallel.context import SequenceTensor
 from tests.harness import compare, reference, train
 from tests.modules import Block, EncoderStack, SyntheticModule, TinyGPT, ViT
 from tests.pool import WorkerError
+
+
+SLOW = pytest.mark.slow
 
 
 def check(
@@ -117,23 +121,29 @@ MODULES = {
 }
 
 
-@pytest.mark.parametrize("name", MODULES)
+def some_slow(names: Iterable[str], *slow: str) -> list[Any]:
+    return [pytest.param(name, marks=pytest.mark.slow) if name in slow else name for name in names]
+
+
+@pytest.mark.parametrize("name", some_slow(MODULES, "tied, odd length", "chunked loss", "learned positions"))
 def test_every_kind_of_module(pool, name):
     check(pool, MODULES[name], limit_val_batches=2)
 
 
-@pytest.mark.parametrize(("replicate", "shard", "context"), [(1, 2, 2), (2, 1, 2), (1, 1, 4)])
+@pytest.mark.parametrize(("replicate", "shard", "context"), [(1, 2, 2), pytest.param(2, 1, 2, marks=SLOW), (1, 1, 4)])
 def test_with_data_axes(pool, replicate, shard, context):
     check(pool, Shifted, context, replicate=replicate, shard=shard, limit_val_batches=2)
 
 
-@pytest.mark.parametrize(("context", "method", "ulysses"), [(2, "ulysses", "auto"), (4, "hybrid", 2)])
+@pytest.mark.parametrize(
+    ("context", "method", "ulysses"), [(2, "ulysses", "auto"), pytest.param(4, "hybrid", 2, marks=SLOW)]
+)
 def test_ulysses_and_hybrid(pool, context, method, ulysses):
     options = {"context_parallel_attention": method, "ulysses_size": ulysses}
     check(pool, partial(TinyGPT, rope=True), context, options=options, limit_val_batches=2)
 
 
-@pytest.mark.parametrize("module", [TinyGPT, EncoderStack])
+@pytest.mark.parametrize("module", [TinyGPT, pytest.param(EncoderStack, marks=SLOW)])
 def test_dropout_is_that_of_ddp(pool, module):
     # With two data-parallel ranks: without a process group Lightning does not seed anew before it makes one.
     check(pool, partial(module, dropout=0.3), shard=2)
@@ -161,7 +171,7 @@ def checkpointing(**options: Any) -> list[Callback]:
     return [ActivationCheckpointing(**options)]
 
 
-@pytest.mark.parametrize("policy", CHECKPOINTING)
+@pytest.mark.parametrize("policy", some_slow(CHECKPOINTING, "full", "sqrt", "selective"))
 def test_activation_checkpointing(pool, policy):
     dropout = policy == "segments"
     module = partial(TinyGPT, layers=4, dropout=0.2 if dropout else 0.0)

@@ -48,7 +48,10 @@ def _saved(model: Any, tokens: Tensor) -> int:
     return count
 
 
-@pytest.mark.parametrize(("world", "ulysses"), [(2, 1), (2, 2), (4, 1)])
+@pytest.mark.parametrize(
+    ("world", "ulysses"),
+    [(2, 1), pytest.param(2, 2, marks=pytest.mark.slow), pytest.param(4, 1, marks=pytest.mark.slow)],
+)
 def test_activations_fall_with_the_ranks(pool, world, ulysses):
     for whole, mine, logits in pool.run(world, saved_bytes, 4096, ulysses):
         assert whole > logits
@@ -97,7 +100,7 @@ def per_step(metrics: dict[str, float], name: str) -> float:
     return metrics[f"perf/{name}"] * metrics["perf/step_seconds"]
 
 
-@pytest.mark.parametrize("policy", [None, "full"])
+@pytest.mark.parametrize("policy", ["full", pytest.param(None, marks=pytest.mark.slow)])
 def test_mfu_monitor_counts_a_sequence_once(pool, policy):
     alone = pool.run(1, monitored, NDStrategy, policy)[0]
     together = pool.run(2, monitored, partial(NDStrategy, context_parallel_size=2), policy)

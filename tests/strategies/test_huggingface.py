@@ -77,6 +77,7 @@ def test_equals_ddp(pool, kind):
     compare(actual, expected, rtol=1e-10)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["llama", "qwen2 tied", "gpt2", "bert", "t5", "vit"])
 def test_context_parallelism_equals_ddp(pool, kind):
     module = partial(HuggingFace, kind)
