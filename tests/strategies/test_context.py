@@ -22,7 +22,6 @@ from tests.harness import compare, reference, train
 from tests.modules import Block, EncoderStack, SyntheticModule, TinyGPT, ViT
 from tests.pool import WorkerError
 
-
 SLOW = pytest.mark.slow
 
 
