@@ -11,7 +11,7 @@ import functools
 import logging
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -495,6 +495,67 @@ def nn_builtins(names: str) -> list[Any]:
     space = torch._C._nn  # pyright: ignore[reportAttributeAccessIssue]
     return [getattr(space, name) for name in names.split() if hasattr(space, name)]
 
+
+# ----------------------------------------------------------------------------------------------------------------------
+# torch.ops.aten: attention that returns its log-sum-exp, and its backward (the public function gives no log-sum-exp)
+# ----------------------------------------------------------------------------------------------------------------------
+
+CUDA_FLASH_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention
+CUDA_FLASH_ATTENTION_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_backward
+CUDA_EFFICIENT_ATTENTION = torch.ops.aten._scaled_dot_product_efficient_attention
+CUDA_EFFICIENT_ATTENTION_BACKWARD = torch.ops.aten._scaled_dot_product_efficient_attention_backward
+CUDA_CUDNN_ATTENTION = torch.ops.aten._scaled_dot_product_cudnn_attention
+CUDA_CUDNN_ATTENTION_BACKWARD = torch.ops.aten._scaled_dot_product_cudnn_attention_backward
+
+# ----------------------------------------------------------------------------------------------------------------------
+# torch.Tensor subclasses and autograd functions
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def wrapper_tensor(cls: type[Any], shape: Sequence[int], like: Tensor) -> Any:
+    """Make a tensor of class ``cls`` that has ``shape``, dtype and device of ``like``, and no memory.
+
+    Reason: ``Tensor._make_wrapper_subclass`` is how tensor subclasses that wrap others are made; no public spelling.
+    It takes no part in autograd: the tensor that it wraps does.
+    """
+    return torch.Tensor._make_wrapper_subclass(cls, shape, dtype=like.dtype, device=like.device)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+_CHECKPOINT_FUNCTIONS = ("_NoopSaveInputs",)  # of torch.utils.checkpoint: only hands its arguments back
+
+
+def intercept_autograd_functions(
+    wrapper: type[Tensor],
+    unwrap: Callable[[type, tuple[Any, ...]], tuple[Any, ...]],
+    refuse: Callable[[type], None],
+) -> None:
+    """Call ``unwrap(function, args)`` before each ``Function.apply`` of autograd that has a ``wrapper`` as an argument.
+
+    Reason: an autograd function called with a wrapper makes a graph in which the wrapped tensor is missing: gradients
+    before it would silently be None; so would those of one that returns a wrapper, which is why ``refuse(function)`` is
+    called then. ``apply`` is reached through ``super()`` of the private base class, so that also
+    an ``f = MyFunction.apply`` of long ago comes through here. Idempotent.
+    """
+    base: Any = torch.autograd.function._SingleLevelFunction
+    if "apply" in vars(base):
+        return
+
+    def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
+        if any(isinstance(arg, wrapper) for arg in args) and cls.__name__ not in _CHECKPOINT_FUNCTIONS:
+            args = unwrap(cls, args)
+        result = super(base, cls).apply(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
+        if any(isinstance(item, wrapper) for item in (result if isinstance(result, tuple) else (result,))):
+            refuse(cls)
+        return result
+
+    base.apply = classmethod(apply)
+
+
+NN_FUNCTIONS: Any = torch._C._nn  # pyright: ignore[reportAttributeAccessIssue]
+"""Where the functions of ``torch.nn.functional`` that are written in C++ are, under their names there.
+
+Reason: ``__torch_function__`` names the function itself, and for some of them that is this one.
+"""
 
 # ----------------------------------------------------------------------------------------------------------------------
 # torch.distributed.pipelining

@@ -32,6 +32,10 @@ class Mesh:
         self.coordinate: dict[str, int] = layout.coordinate(self.rank)
         # Created here, not on first use, because creating a group is a collective of all ranks.
         self._data = flatten_mesh(self.device_mesh["dp_replicate", "dp_shard"], "dp")
+        self._shards, self._parameters = self.device_mesh["dp_shard"], self._data
+        if layout.context_parallel_size > 1:
+            self._shards = flatten_mesh(self.device_mesh["dp_shard", "cp"], "dp_shard_cp")
+            self._parameters = flatten_mesh(self.device_mesh["dp_replicate", "dp_shard", "cp"], "dp_cp")
 
     def __getitem__(self, axes: str | tuple[str, ...]) -> DeviceMesh:
         """Return the sub-mesh of one axis name or of several, outermost first."""
@@ -42,10 +46,41 @@ class Mesh:
 
     @cached_property
     def parameter_sharding(self) -> DeviceMesh:
-        """The mesh that FSDP2 shards parameters over: 1-D (shard), or 2-D (replicate, shard) for HSDP."""
+        """The mesh that FSDP2 shards parameters over: 1-D (shard), or 2-D (replicate, shard) for HSDP.
+
+        Context-parallel ranks hold shards too: with them ``dp_shard`` and ``cp`` are one flat axis.
+        """
         if self.layout.data_parallel_replicate_size == 1:
-            return self.device_mesh["dp_shard"]
-        return self.device_mesh["dp_replicate", "dp_shard"]
+            return self._shards
+        names = self._shards.mesh_dim_names
+        assert names is not None
+        return self.device_mesh["dp_replicate", names[0]]
+
+    @property
+    def shards_parameters(self) -> bool:
+        """Whether a rank holds less than all of a parameter."""
+        return self._shards.size() > 1
+
+    @property
+    def parameter_group(self) -> dist.ProcessGroup:
+        """The process group of the ranks that train the same parameters, over which gradients are averaged."""
+        return self._parameters.get_group()
+
+    @property
+    def parameter_size(self) -> int:
+        """How many ranks train the same parameters: data-parallel times context-parallel ones."""
+        return self._parameters.size()
+
+    @property
+    def parameter_source(self) -> int:
+        """The global rank of the first rank in this rank's parameter group: the source of broadcasts."""
+        return self.layout.group_ranks(("dp_replicate", "dp_shard", "cp"), self.rank)[0]
+
+    @property
+    def context_parallel_ranks(self) -> list[list[int]]:
+        """The global ranks of each group that shares sequences, equal on all ranks."""
+        ranks = range(self.layout.world_size)
+        return [list(group) for group in sorted({tuple(self.layout.group_ranks("cp", rank)) for rank in ranks})]
 
     @property
     def data_parallel(self) -> DeviceMesh:

@@ -20,6 +20,10 @@ def describe(layout):
         "data_rank": mesh.data_parallel_rank,
         "data_size": mesh.data_parallel_size,
         "source": mesh.data_parallel_source,
+        "parameters": dist.get_process_group_ranks(mesh.parameter_group),
+        "parameter_size": mesh.parameter_size,
+        "parameter_source": mesh.parameter_source,
+        "context": mesh.context_parallel_ranks,
         "sharding": mesh.parameter_sharding.mesh.tolist(),
         "coordinate": mesh.coordinate,
         "votes": int(votes),
@@ -39,6 +43,11 @@ def test_axes_and_groups_are_those_of_the_layout(pool, text):
         assert found["votes"] == found["data_size"] == len(data)
         assert found["data_rank"] == data.index(rank)
         assert found["source"] == data[0]
-        shards = layout.group_ranks("dp_shard", rank)
+        shards = layout.group_ranks(("dp_shard", "cp"), rank)
         assert shards in (found["sharding"], *found["sharding"])
+        parameters = layout.group_ranks(("dp_replicate", "dp_shard", "cp"), rank)
+        assert found["parameters"] == parameters
+        assert (found["parameter_size"], found["parameter_source"]) == (len(parameters), parameters[0])
+        assert layout.group_ranks("cp", rank) in found["context"]
+        assert sorted(rank for group in found["context"] for rank in group) == list(range(8))
         assert str(layout) in found["text"]

@@ -53,6 +53,7 @@ from lightning_4d.strategies.checkpointing import CheckpointTranslator
 from lightning_4d.strategies.data_position import seed_workers
 from lightning_4d.strategies.evaluation import EvaluationBalance
 from lightning_4d.strategies.failure import Failure
+from lightning_4d.strategies.model_ranks import ContextOptions, ModelRanks, install_context
 from lightning_4d.strategies.pipeline_metrics import reduce_over
 from lightning_4d.strategies.pipeline_steps import PipelineOptions, PipelineSteps
 from lightning_4d.strategies.precision import adapt_precision_plugin
@@ -86,6 +87,10 @@ class NDStrategy(ParallelStrategy):
         compile_blocks: compile the forward of each block by ``torch.compile``.
         reshard_after_forward: free gathered parameters of a block between its forward and its backward; ``"auto"``:
             when the shard size is above 1; with pipeline stages, where microbatches follow each other, not.
+        context_parallel_attention: "ring" passes keys and values round; "ulysses" exchanges heads for positions;
+            "hybrid" does the latter inside groups of ``ulysses_size`` ranks and the former between them.
+        ulysses_size: the Ulysses part of "hybrid"; ``"auto"``: the ranks of a node.
+        sequence_dim: which dim of the blocks' input the context-parallel ranks divide; ``"auto"`` finds it.
         pipeline_schedule: ``gpipe``, ``1f1b``, ``interleaved_1f1b``, ``looped_bfs``, ``interleaved_zero_bubble``,
             ``zbv`` or ``dualpipev``, also in torch's spellings.
         num_microbatches: how many pieces of a batch pass through the pipeline stages; ``"auto"``: as many as suit the
@@ -117,6 +122,9 @@ class NDStrategy(ParallelStrategy):
         blocks: str | list[str] = "auto",
         compile_blocks: bool = False,
         reshard_after_forward: bool | Literal["auto"] = "auto",
+        context_parallel_attention: Literal["ring", "ulysses", "hybrid"] = "ring",
+        ulysses_size: Size = "auto",
+        sequence_dim: Size = "auto",
         pipeline_schedule: str = "1f1b",
         num_microbatches: int | Literal["auto"] = "auto",
         pipeline_split: Literal["auto"] | list[str] | list[int] = "auto",
@@ -135,17 +143,17 @@ class NDStrategy(ParallelStrategy):
             "context_parallel_size": context_parallel_size,
             "tensor_parallel_size": tensor_parallel_size,
         }
-        for name in ("context_parallel_size",):
-            _refuse_axis(name, self._sizes[name])
         self._blocks = blocks
         self._options = DataParallelOptions(reshard_after_forward=reshard_after_forward, compile_blocks=compile_blocks)
         self._tensor_options = TensorOptions(tensor_parallel_plan, sequence_parallel, compile_blocks)
         self._tensor: TensorParallel | None = None
+        self._context_options = ContextOptions(context_parallel_attention, ulysses_size, sequence_dim)
         self._process_group_backend = process_group_backend
         self._timeout = timeout
         self.num_nodes = 1  # set by the Trainer
         self._layout: ParallelLayout | None = None
         self._mesh: Mesh | None = None
+        self._model_ranks: ModelRanks | None = None
         self._data: DataParallel | None = None  # None again while a run has not reached set-up
         self._initialization = MetaInitialization()
         options = PipelineOptions(pipeline_schedule, num_microbatches, pipeline_split, loss_reduction)
@@ -232,6 +240,7 @@ class NDStrategy(ParallelStrategy):
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
         self._layout = self._resolve_layout()  # a layout that does not fit is refused before processes start
+        _refuse_together(self._layout)
         if self.world_size > 1 and not self.cluster_environment.creates_processes_externally:
             self._launcher = _SubprocessScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
 
@@ -283,6 +292,7 @@ class NDStrategy(ParallelStrategy):
         self._checkpoints.agree_on_path()
         random_state.share(self.mesh, self.layout)
         self._data = self._shard(trainer)
+        self._model_ranks = ModelRanks(self)
         self._checkpoints.load_pending_model()
         _allow_autograd_after_evaluation(trainer)
         self.barrier("setup")
@@ -305,9 +315,9 @@ class NDStrategy(ParallelStrategy):
         if self._layer_sync is not None:
             self.model = self._layer_sync.apply(self.model)
         blocks = find_blocks(module, self._blocks)
+        context = install_context(module, blocks, self)
         released, options = None, self._options
         if self.has_stages:
-            _refuse_together(self.layout)
             self._pipeline.plan(trainer, module, blocks)
             released = self._pipeline.released(module)
             options = replace(options, reshard_after_forward=options.reshard_after_forward is True)
@@ -316,6 +326,8 @@ class NDStrategy(ParallelStrategy):
         data = shard(module, blocks, self.mesh, self.root_device, options, self._initialization, released, distribute)
         if self._tensor is not None:
             self._tensor.open_boundaries(data.units)
+        if context is not None:
+            context.install_outside()
         data.converted_to = converts_to(self.precision_plugin)
         self.model_to_device()  # what is neither parameter nor buffer: metric states
         data.settle()
@@ -393,6 +405,11 @@ class NDStrategy(ParallelStrategy):
         seed_workers(dataloader, self.data_parallel_rank)
         return self._checkpoints.resumable(dataloader)
 
+    def _same_samples(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        """The step, on ranks that work together on its samples."""
+        assert self._model_ranks is not None
+        return self._model_ranks.running(step)
+
     @override
     def on_train_start(self) -> None:
         self._checkpoints.on_train_start()
@@ -405,7 +422,8 @@ class NDStrategy(ParallelStrategy):
             return self.data.run_training_step(self._step(self._module.training_step), *args, **kwargs)
 
     def _step(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Let the step see the divided layers."""
+        """Let the step see the divided layers, and compare batches inside groups that share one."""
+        function = self._same_samples(function)
         return function if self._tensor is None else self._tensor.step(function)
 
     @override
@@ -563,21 +581,15 @@ class NDStrategy(ParallelStrategy):
 
 
 def _refuse_together(layout: ParallelLayout) -> None:
-    """Stages run blocks one by one; that is not yet tried with divided layers."""
-    if layout.tensor_parallel_size > 1:
+    """Refuse two of the axes that divide the work on a sample: each is proven with the data axes, not with another."""
+    sizes = {axis: size for axis, size in layout.axis_sizes.items() if size > 1 and not axis.startswith("dp_")}
+    if len(sizes) > 1:
         raise UnsupportedError(
             explain(
                 f"layout {layout}",
-                "pipeline and tensor parallelism do not work together yet",
-                "use one of them, with data parallelism",
+                f"the axes {' and '.join(sizes)} do not work together yet, each works with the data axes",
+                "keep one of them above 1, and give the other ranks to data_parallel_shard_size",
             )
-        )
-
-
-def _refuse_axis(name: str, size: Size) -> None:
-    if size != 1:
-        raise UnsupportedError(
-            explain(f"{name}={size!r}", "this axis is not supported yet, only size 1", f"leave {name} at 1")
         )
 
 

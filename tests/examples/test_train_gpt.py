@@ -346,17 +346,15 @@ def print_config(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> st
     return capsys.readouterr().out
 
 
-@pytest.mark.parametrize("name", ["single", "ddp", "hsdp"])
+@pytest.mark.parametrize("name", ["single", "ddp", "hsdp", "cp", "long_context"])
 def test_configurations_round_trip(name: str, in_tmp: Path, capsys: pytest.CaptureFixture[str]) -> None:
     printed = print_config([f"--config={CONFIGS / name}.yaml", "--data.batch_size=3"], capsys)
     Path("printed.yaml").write_text(printed)
     assert print_config(["--config=printed.yaml"], capsys) == printed
     config = yaml.safe_load(printed)
     assert config["data"]["batch_size"] == 3, "the command line overrides"
-    assert (
-        config["trainer"]["max_steps"] == yaml.safe_load((CONFIGS / "common.yaml").read_text())["trainer"]["max_steps"]
-    )
-    own = yaml.safe_load((CONFIGS / f"{name}.yaml").read_text())["trainer"]
+    common, own = (yaml.safe_load((CONFIGS / f"{n}.yaml").read_text())["trainer"] for n in ("common", name))
+    assert config["trainer"]["max_steps"] == (common | own)["max_steps"]
     assert config["trainer"]["devices"] == own["devices"]
 
 
@@ -373,6 +371,16 @@ def test_runs_differ_in_processes_and_strategy_only(in_tmp: Path, capsys: pytest
     single["trainer"].pop("strategy")
     single["trainer"].pop("devices")
     assert single == ddp
+
+
+def test_context_parallel_run_reads_as_many_windows_per_step(in_tmp: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cp, ddp = (yaml.safe_load(print_config([f"--config={CONFIGS / name}.yaml"], capsys)) for name in ("cp", "ddp"))
+    strategy = cp["trainer"].pop("strategy")
+    assert strategy["class_path"] == "lightning_4d.CPStrategy"
+    ddp["trainer"].pop("strategy")
+    readers = cp["trainer"]["devices"] // strategy["init_args"]["size"]
+    assert cp["data"].pop("batch_size") * readers == ddp["data"].pop("batch_size") * ddp["trainer"]["devices"]
+    assert cp == ddp
 
 
 @pytest.mark.parametrize("key", ["model.n_layer", "data.pth", "trainer.max_step", "sample_text.bytes"])

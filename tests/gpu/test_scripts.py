@@ -19,3 +19,12 @@ def test_hsdp_script(precision):
     assert {c["contender"] for c in contenders} == {"HSDPStrategy", "plain FSDP2"}
     assert all(c["step_seconds"] > 0 for c in contenders)
     assert summary["plain_over_ours"] > 0
+
+
+def test_context_script():
+    command = [sys.executable, "-m", "tests.gpu.context", "--tiny"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=Path(__file__).parents[2])
+    assert done.returncode == 0, done.stderr
+    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert {line["ulysses"] for line in lines} == {1, 2}
+    assert all(line["right"] for line in lines)

@@ -94,3 +94,13 @@ def test_tensor_parallel_equals_one_process(pool, kind):
     expected = reference(pool, 1, module)[0]
     for actual in pool.run(2, train, module, partial(NDStrategy, tensor_parallel_size=2)):
         compare(actual, expected, rtol=1e-6)  # these models compute their loss in float32
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["llama", "qwen2 tied", "gpt2", "bert", "t5", "vit"])
+def test_context_parallelism_equals_ddp(pool, kind):
+    module = partial(HuggingFace, kind)
+    expected = reference(pool, 2, module, strategy="ddp_find_unused_parameters_true")
+    actual = pool.run(4, train, module, partial(NDStrategy, context_parallel_size=2))
+    for rank, mine in enumerate(actual):
+        compare(mine, expected[rank // 2], rtol=1e-10)

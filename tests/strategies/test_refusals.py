@@ -16,11 +16,12 @@ from tests.modules import MLP, TinyGPT
 from tests.strategies.scenarios import error_of, quiet, sharded, trainer_with
 
 
-@pytest.mark.parametrize("axis", ["context"])
-def test_axes_above_one_are_refused_by_name(axis):
-    name = f"{axis}_parallel_size"
-    with pytest.raises(UnsupportedError, match=rf"{name}=2: .*not supported yet.* leave {name} at 1"):
-        NDStrategy(**{name: 2})
+@pytest.mark.parametrize(("one", "other"), [("pipeline", "tensor"), ("pipeline", "context"), ("context", "tensor")])
+def test_axes_that_are_not_proven_together_are_refused_by_name(one, other, monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    sizes = {f"{one}_parallel_size": 2, f"{other}_parallel_size": 2}
+    with pytest.raises(UnsupportedError, match="do not work together yet.*keep one of them above 1"):
+        trainer_with(lambda: NDStrategy(**sizes))()
 
 
 def test_a_layout_that_does_not_fit_is_refused_when_the_trainer_is_made():

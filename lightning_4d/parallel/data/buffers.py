@@ -49,7 +49,7 @@ class Buffers:
         buffers = dict(self._root.named_buffers())
         changed = [n in self._changing or self._has_changed(n, buffers) for n in self._initial]
         changed = torch.tensor(changed, dtype=torch.uint8, device=self._device)
-        dist.all_reduce(changed, op=dist.ReduceOp.MAX, group=self._mesh.data_parallel_group)
+        dist.all_reduce(changed, op=dist.ReduceOp.MAX, group=self._mesh.parameter_group)
         self._changing = [n for n, c in zip(self._initial, changed.tolist(), strict=True) if c and n in buffers]
 
     def _has_changed(self, name: str, buffers: dict[str, Tensor]) -> bool:
@@ -64,9 +64,7 @@ class Buffers:
 
     def _broadcast(self) -> None:
         buffers = dict(self._root.named_buffers())
-        broadcast(
-            [buffers[name] for name in self._changing], self._mesh.data_parallel_source, self._mesh.data_parallel_group
-        )
+        broadcast([buffers[name] for name in self._changing], self._mesh.parameter_source, self._mesh.parameter_group)
 
 
 def fingerprint(buffer: Tensor) -> tuple[int, int]:

@@ -81,7 +81,7 @@ def shard(
             the parameters.
     """
     initialization.check(root)
-    if mesh.data_parallel_size > 1 or distribute is not None:
+    if mesh.parameter_size > 1 or distribute is not None:
         _refuse_hooks(root)
         _refuse_captured(root)
     names = {id(parameter): (weakref.ref(parameter), name) for name, parameter in root.named_parameters()}
@@ -102,7 +102,7 @@ def shard(
         for block in blocks:
             _compile_forward(block.module)
     result = DataParallel(root, mesh, device, names)
-    if mesh.data_parallel_size > 1:
+    if mesh.parameter_size > 1:
         result.wrap(blocks, options)
     object.__setattr__(root, _RESULT, result)
     return result
@@ -158,8 +158,8 @@ def _prepare(modules: Iterable[nn.Module], mesh: Mesh, device: torch.device) -> 
     tensors = {tensor: None for tensor in tensors if not isinstance(tensor, DTensor)}  # tied, and distributed before
     for tensor in tensors:
         tensor.data = tensor.data.to(device).contiguous()
-    if mesh.data_parallel_size > 1:
-        broadcast(tensors, mesh.data_parallel_source, mesh.data_parallel_group)
+    if mesh.parameter_size > 1:
+        broadcast(tensors, mesh.parameter_source, mesh.parameter_group)
 
 
 def _compile_forward(module: nn.Module) -> None:
@@ -225,7 +225,7 @@ class DataParallel:
             self._fully_shard(block.module, whole | shared | absent, options)
         owners = [module for module, parameters in outside.items() if parameters and module is not self.root]
         self._fully_shard(self.root, whole | absent, options)
-        mesh, group = self.mesh.parameter_sharding, self.mesh.data_parallel_group
+        mesh, group = self.mesh.parameter_sharding, self.mesh.parameter_group
         self._replicated = ReplicatedParameters(self.root, whole, mesh, group)
         self._buffers = Buffers(self.root, self.mesh, self._device)
         self._hook_root([self.root, *owners])
@@ -234,7 +234,7 @@ class DataParallel:
     def _fully_shard(self, module: nn.Module, ignored: set[nn.Parameter], options: DataParallelOptions) -> None:
         reshard = options.reshard_after_forward
         if reshard == "auto":
-            reshard = self.mesh.layout.data_parallel_shard_size > 1
+            reshard = self.mesh.shards_parameters
         fully_shard(
             module,
             mesh=self.mesh.parameter_sharding,
@@ -269,7 +269,7 @@ class DataParallel:
             self._gather_as_stored()
             self._low_precision = None
         elif self._low_precision is None:
-            group = self.mesh.data_parallel_group
+            group = self.mesh.parameter_group
             self._low_precision = LowPrecisionGather(self.units, dtype, group, self._device)
 
     def _gather_as_stored(self) -> None:
@@ -354,7 +354,7 @@ class DataParallel:
         """
         if not self.units:
             return
-        reshard = self.mesh.layout.data_parallel_shard_size > 1
+        reshard = self.mesh.shards_parameters
         self._fsdp_root.unshard()
         for unit in gathers:
             unit.unshard()
@@ -377,7 +377,7 @@ class DataParallel:
         Raises:
             UnsupportedError: ranks called different blocks, or in another order.
         """
-        if self._participation is not None and self.mesh.layout.data_parallel_shard_size > 1:
+        if self._participation is not None and self.mesh.shards_parameters:
             self._participation.compare_calls()
 
     def original_name(self, parameter: nn.Parameter) -> str | None:

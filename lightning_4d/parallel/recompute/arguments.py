@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from lightning_4d.errors import UnsupportedError, explain
 from lightning_4d.parallel.recompute.offload import Offloader, Parked
-from lightning_4d.parallel.recompute.tensors import same, version
+from lightning_4d.parallel.recompute.tensors import held, looks, same, version
 
 _ATOMS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, type, range, slice)
 
@@ -56,13 +56,15 @@ class Outputs:
     """The tensors that a block returned, as long as the user's code holds them."""
 
     def __init__(self, output: Any) -> None:
-        self._tensors = [(weakref.ref(tensor), version(tensor)) for tensor in tensors_in(output)]
+        self._tensors = [(weakref.ref(held(tensor)), looks(tensor), version(tensor)) for tensor in tensors_in(output)]
 
     def find(self, tensor: Tensor) -> int | None:
         """The index of the output that ``tensor`` is, unchanged; None if it is none of them."""
-        for index, (reference, at_output) in enumerate(self._tensors):
+        for index, (reference, looked, at_output) in enumerate(self._tensors):
             output = reference()
-            if output is not None and same(tensor, output) and version(tensor) == at_output:
+            if output is None or looks(tensor) != looked or version(tensor) != at_output:
+                continue
+            if same(held(tensor), output):
                 return index
         return None
 

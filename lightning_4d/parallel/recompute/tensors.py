@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,3 +43,18 @@ def same(first: Tensor, second: Tensor) -> bool:
         return False
     same_view = first.stride() == second.stride() and first.storage_offset() == second.storage_offset()
     return same_view and first.numel() > 0 and first.data_ptr() == second.data_ptr()
+
+
+def held(tensor: Tensor) -> Tensor:
+    """What a tensor that only shows another one holds: it lives on when the wrapper is made anew; else the tensor."""
+    if hasattr(tensor, "__tensor_flatten__"):
+        names, _ = tensor.__tensor_flatten__()  # pyright: ignore[reportAttributeAccessIssue]
+        if len(names) == 1:
+            return getattr(tensor, names[0])
+    return tensor
+
+
+def looks(tensor: Tensor) -> tuple[Any, ...]:
+    """How a tensor shows what it holds."""
+    context = tensor.__tensor_flatten__()[1] if hasattr(tensor, "__tensor_flatten__") else None  # pyright: ignore[reportAttributeAccessIssue]
+    return type(tensor), tensor.shape, tensor.dtype, context
