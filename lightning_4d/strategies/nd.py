@@ -71,9 +71,9 @@ Size = int | Literal["auto"]
 
 
 class NDStrategy(ParallelStrategy):
-    """Train an ordinary LightningModule on any layout of data, tensor and pipeline axes, with the numbers of plain DDP.
+    """Train an ordinary LightningModule on a layout of data axes and one more, with the numbers of plain DDP.
 
-    Context parallelism, and tensor parallelism together with pipelines, are refused until they are supported.
+    Pipeline, context and tensor parallelism each work with the data axes; with one another they are refused.
 
     Args:
         data_parallel_replicate_size: ranks that hold the same shard; gradients are all-reduced among them.

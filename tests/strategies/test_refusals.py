@@ -20,7 +20,7 @@ from tests.strategies.scenarios import error_of, quiet, sharded, trainer_with
 def test_axes_that_are_not_proven_together_are_refused_by_name(one, other, monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     sizes = {f"{one}_parallel_size": 2, f"{other}_parallel_size": 2}
-    with pytest.raises(UnsupportedError, match="do not work together yet.*keep one of them above 1"):
+    with pytest.raises(UnsupportedError, match=r"do not work together yet.*keep one of them above 1"):
         trainer_with(lambda: NDStrategy(**sizes))()
 
 
