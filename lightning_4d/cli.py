@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import logging
 import json
 import sys
 from collections.abc import Sequence
@@ -65,6 +66,9 @@ def _add_explain(commands: Any) -> None:
     parser.add_argument("--tensor-parallel-size", type=int, default=1, help="ranks that share each layer")
     parser.add_argument("--tensor-parallel-plan", default="auto", help='"auto", or {pattern: style} as JSON')
     parser.add_argument("--sequence-parallel", action="store_true")
+    parser.add_argument("--pipeline-parallel-size", type=int, default=1, help="ranks that hold stages of the blocks")
+    parser.add_argument("--pipeline-schedule", default="1f1b")
+    parser.add_argument("--pipeline-split", default="auto", help='"auto", or first blocks: blocks.4,blocks.8')
     parser.set_defaults(run=_explain)
 
 
@@ -242,7 +246,7 @@ def _consolidate(options: argparse.Namespace) -> None:
 
 def _explain(options: argparse.Namespace) -> None:
     module = _build(options.class_path, options.init_args)
-    for section in (_explain_tensor_parallelism,):
+    for section in (_explain_stages, _explain_tensor_parallelism):
         section(module, options)
 
 
@@ -268,6 +272,33 @@ def _build(class_path: str, init_args: str) -> Any:
         raise UnsupportedError(
             explain(f"--init-args {init_args}", str(error), f"give the arguments of {class_name} as a JSON object")
         ) from error
+
+
+def _explain_stages(module: Any, options: argparse.Namespace) -> None:
+    if options.pipeline_parallel_size == 1:
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    from lightning_4d.strategies.explain_pipeline import explain_stages
+
+    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)  # which devices there are says nothing here
+    split = options.pipeline_split if options.pipeline_split == "auto" else options.pipeline_split.split(",")
+    stages = explain_stages(module, options.pipeline_parallel_size, options.pipeline_schedule, split, options.blocks)
+    parameters, flops = sum(stage.parameters for stage in stages), sum(stage.flops for stage in stages)
+    table = Table(title=f"{len(stages)} stages by {options.pipeline_schedule}", title_justify="left")
+    for column in ("stage", "rank", "blocks", "parameters", "forward FLOPs", "sends, elements"):
+        table.add_column(column, justify="left" if column == "blocks" else "right")
+    for stage in stages:
+        table.add_row(
+            str(stage.stage),
+            str(stage.rank),
+            f"{stage.first} to {stage.last}",
+            f"{stage.parameters:,} ({stage.parameters / parameters:.1%})",
+            f"{stage.flops:.3g} ({stage.flops / flops:.1%})",
+            f"{stage.sends:,}",
+        )
+    Console().print(table)
 
 
 def _explain_tensor_parallelism(module: Any, options: argparse.Namespace) -> None:

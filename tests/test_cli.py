@@ -90,3 +90,14 @@ def test_python_m_runs_it(monkeypatch, capsys):
     with pytest.raises(SystemExit, match="0"):
         runpy.run_module("lightning_4d.cli", run_name="__main__")
     assert "--weights-only" in capsys.readouterr().out
+
+
+def test_explain_shows_the_stages(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "140")
+    arguments = ["explain", "tests.modules.TinyGPT", "--init-args", '{"layers": 4}', "--pipeline-parallel-size", "2"]
+    assert main(arguments) == 0
+    printed = capsys.readouterr().out
+    assert "blocks.0 to blocks.1" in printed
+    assert "blocks.2 to blocks.3" in printed
+    assert main([*arguments, "--pipeline-split", "blocks.9"]) == 1
+    assert "blocks.3" in capsys.readouterr().err
