@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import logging
 import json
+import logging
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
