@@ -180,6 +180,22 @@ class Frozen(Staged):
         self.blocks[1].requires_grad_(False)
 
 
+class Unfreezing(Staged):
+    """Its first half trains from the second step on."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.input.requires_grad_(False)
+        self.blocks[:2].requires_grad_(False)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1:
+            self.requires_grad_(True)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=self.lr)
+
+
 class InEvalNorm(Staged):
     """Batch normalisation that is frozen."""
 

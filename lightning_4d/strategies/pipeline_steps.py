@@ -64,6 +64,7 @@ if TYPE_CHECKING:
     from lightning_4d.strategies.nd import NDStrategy
 
 
+_RECORDS_KEPT = 256
 _MADE = "_lightning_4d_pipeline"  # the attribute of a module that holds what was made of it
 
 
@@ -108,6 +109,7 @@ class PipelineSteps:
         self.pipeline_layout: ParallelLayout | None = None  # that the stages were made for
         self.losses = Plan()
         self._steps = 0
+        self._checked: dict[tuple[int, bool], StepRecord] = {}
         self._proven = False  # once for each run, and again where the step takes another course
 
     @property
@@ -450,6 +452,15 @@ class PipelineSteps:
         return [cut(batch, rows, start, stop) for start, stop in edges]
 
     def _check(self, record: StepRecord, name: str, count: int) -> None:
+        """Refuse what cannot run in the stages there are; once for a record."""
+        if self._checked.get((id(record), count > 1)) is record:
+            return
+        if len(self._checked) >= _RECORDS_KEPT:
+            self._checked.clear()
+        self._check_new(record, name, count)
+        self._checked[id(record), count > 1] = record
+
+    def _check_new(self, record: StepRecord, name: str, count: int) -> None:
         assert self._plan is not None
         self._plan.check_same_order(record, name)
         if count > 1 and record.written_buffers:

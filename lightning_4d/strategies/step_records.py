@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch import LightningModule
+from torch import nn
 
 from lightning_4d.parallel.blocks import Block
 from lightning_4d.parallel.pipeline.batch import signature
@@ -29,11 +30,13 @@ class StepRecords:
         self.blocks: Sequence[Block] = ()
         self._kept: OrderedDict[Any, StepRecord] = OrderedDict()
         self._families: dict[Any, ShapeFamily] = {}
+        self._stateful: list[nn.Module] = []
         self.made = 0  # how many runs on fake tensors there were
 
     def begin(self, module: LightningModule, blocks: Sequence[Block]) -> None:
         """Make records of this module from now on."""
         self._module, self.blocks = module, list(blocks)
+        self._stateful = [child for child in module.modules() if child._buffers]
         self._kept.clear()
         self._families.clear()
 
@@ -44,7 +47,7 @@ class StepRecords:
             UnsupportedError: the step cannot be followed.
         """
         assert self._module is not None
-        key = (name, self._module.training, signature(batch), len(arguments))
+        key = (name, self._state(), signature(batch), len(arguments))
         record = self._kept.get(key)
         if record is None:
             record = self._new(key, name, batch, arguments)
@@ -53,6 +56,12 @@ class StepRecords:
         if len(self._kept) > _MOST:
             self._kept.popitem(last=False)
         return record
+
+    def _state(self) -> tuple[Any, ...]:
+        """What else a record depends on, and may change in a run: modules in training mode, parameters that train."""
+        assert self._module is not None
+        modes = bytes(module.training for module in self._stateful)
+        return self._module.training, modes, bytes(p.requires_grad for p in self._module.parameters())
 
     def _new(self, key: tuple[Any, ...], name: str, batch: Any, arguments: tuple[Any, ...]) -> StepRecord:
         assert self._module is not None

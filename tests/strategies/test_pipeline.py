@@ -110,6 +110,7 @@ MODULES = [
     staged.WithSkips,
     staged.WithDeepSupervision,
     staged.Frozen,
+    staged.Unfreezing,
     staged.InEvalNorm,
     staged.SumLoss,
     staged.RaggedLabels,

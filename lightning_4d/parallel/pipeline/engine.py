@@ -20,6 +20,8 @@ from lightning_4d.parallel.pipeline.record import StepRecord, TensorSpec
 from lightning_4d.parallel.pipeline.schedule import ScheduleKind, build_schedule, for_microbatches
 from lightning_4d.parallel.pipeline.stage import Boundary, Stage
 
+_RECORDS_KEPT = 256
+
 
 class Observer(Protocol):
     """What becomes of a step's microbatches on the last stage."""
@@ -72,6 +74,7 @@ class Pipeline:
         self._schedules: dict[tuple[str, int, int], Any] = {}
         self._dead: dict[int, frozenset[str]] = {}
         self._running: _Step | None = None
+        self._carried: dict[int, tuple[StepRecord, list[tuple[Output, ...]]]] = {}
 
     def _partly_held(self) -> list[str]:
         """Modules outside the blocks with parameters that not every pipeline rank holds."""
@@ -122,7 +125,7 @@ class Pipeline:
         kind = for_microbatches(self.kind, count, self.ranks)
         stages = self._stages_for(records, split=kind.splits_backward)
         schedule = self._schedule(kind, stages, count)
-        carried = [self.plan.carried(record) for record in records]
+        carried = [self._carried_in(record) for record in records]
         self._running = _Step(step, pieces, records, carried, observer, key)
         self._stand_in_for(records)
         for stage in stages:
@@ -200,6 +203,15 @@ class Pipeline:
             if stage in stages and parameter is not None:
                 found[parameter] = None
         return [parameter for parameter in found if parameter.requires_grad]
+
+    def _carried_in(self, record: StepRecord) -> list[tuple[Output, ...]]:
+        """What crosses each cut; found once for a record."""
+        known = self._carried.get(id(record))
+        if known is None or known[0] is not record:
+            if len(self._carried) >= _RECORDS_KEPT:
+                self._carried.clear()
+            known = self._carried[id(record)] = (record, self.plan.carried(record))
+        return known[1]
 
     def _boundaries(
         self, stage: int, records: Sequence[StepRecord], carried: Sequence[Sequence[Sequence[Output]]]
