@@ -10,7 +10,7 @@ from torch import nn
 from tests.strategies.test_pipeline import check_each
 
 pytest.importorskip("transformers")
-from tests.strategies.test_huggingface import HuggingFace  # noqa: E402  # it needs them as well
+from tests.strategies.test_huggingface import HuggingFace  # it needs them as well
 
 KINDS = ["llama", "qwen2 tied", "gpt2", "vit"]  # the tokens of each batch are padded; labels ignore what is padded
 
