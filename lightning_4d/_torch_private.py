@@ -22,6 +22,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+# Nested containers of any registered class (dicts, outputs of models): documented, but spelled private up to 2.13.
+from torch.utils import _pytree as pytree  # noqa: F401
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten  # noqa: F401
+
 # ----------------------------------------------------------------------------------------------------------------------
 # torch.distributed.fsdp (FSDP2)
 # ----------------------------------------------------------------------------------------------------------------------

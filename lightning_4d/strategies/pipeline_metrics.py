@@ -17,10 +17,10 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 from torchmetrics import Metric
 from torchmetrics.utilities.distributed import gather_all_tensors
 
+from lightning_4d._torch_private import pytree
 from lightning_4d.parallel.pipeline.combine import LeafValue
 from lightning_4d.parallel.pipeline.tail_trace import TailTrace
 from lightning_4d.strategies.side_effects import joined

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_4d import _torch_private as private
+from lightning_4d._torch_private import tree_leaves, tree_map
 from lightning_4d.errors import UnsupportedError, explain
 from lightning_4d.utilization.isolation import faked
 

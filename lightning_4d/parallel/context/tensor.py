@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from lightning_4d import _torch_private as private
+from lightning_4d._torch_private import tree_flatten, tree_map, tree_unflatten
 from lightning_4d.errors import UnsupportedError, explain
 from lightning_4d.parallel.context.communication import Sharding, gather, take_part
 from lightning_4d.parallel.context.report import report_gather, user_line
@@ -207,7 +207,7 @@ def run_gathered(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mappin
             copies[id(leaf)] = (leaf, full, full._version)
     leaves = [copies[id(leaf)][1] if id(leaf) in copies else leaf for leaf in leaves]
     given, named = tree_unflatten(leaves, structure)
-    with torch._C.DisableTorchFunctionSubclass():
+    with private.without_torch_function():
         result = func(*given, **named)
     changed = [(original, full) for original, full, version in copies.values() if full._version != version]
     for original, full in changed:
@@ -276,7 +276,7 @@ class GatheredView(torch.Tensor):
         if any(isinstance(leaf, SequenceTensor) for leaf in tree_flatten((args, dict(kwargs)))[0]):
             return SequenceTensor.__torch_function__(func, types, *tree_map(_as_plain, (args, dict(kwargs))))
         views = [leaf for leaf in tree_flatten((args, dict(kwargs)))[0] if isinstance(leaf, GatheredView)]
-        with torch._C.DisableTorchFunctionSubclass():
+        with private.without_torch_function():
             versions = [view._version for view in views]
             result = func(*args, **kwargs)
             if any(view._version != version for view, version in zip(views, versions, strict=True)):

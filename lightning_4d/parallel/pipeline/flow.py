@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from lightning_4d import _torch_private as private
+from lightning_4d._torch_private import pytree
 
 
 class Parameter(NamedTuple):

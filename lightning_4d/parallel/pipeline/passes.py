@@ -13,9 +13,9 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from lightning_4d import _torch_private as private
+from lightning_4d._torch_private import pytree
 from lightning_4d.errors import UnsupportedError, explain
 from lightning_4d.parallel.pipeline.flow import Output
 from lightning_4d.parallel.pipeline.plan import StagePlan

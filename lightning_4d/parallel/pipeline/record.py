@@ -14,9 +14,9 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from lightning_4d import _torch_private as private
+from lightning_4d._torch_private import pytree
 from lightning_4d.errors import UnsupportedError, explain
 from lightning_4d.parallel.blocks import Block
 from lightning_4d.parallel.pipeline.flow import Flow, Inside, Output, Parameter, Source, Sources, tensors_in

@@ -12,8 +12,8 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from torch.utils import _pytree as pytree
 
+from lightning_4d._torch_private import pytree
 from lightning_4d.parallel.pipeline.batch import Signature
 from lightning_4d.parallel.pipeline.record import BlockRecord, Slot, StepRecord, TensorSpec
 

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils._pytree import tree_map
 
 from lightning_4d import _torch_private as private
+from lightning_4d._torch_private import tree_map
 from lightning_4d.parallel.context.communication import reduce_sum
 from lightning_4d.parallel.context.tensor import SequenceTensor, rule, wrap
 
