@@ -155,7 +155,10 @@ class Recorder(Callback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._close()
         self.recording.parameters = self.gather(dict(pl_module.named_parameters()))
-        self.recording.buffers = self.gather(dict(pl_module.named_buffers()))
+        # A pipeline rank keeps the buffers of its own stages up to date, and saves those only.
+        elsewhere = getattr(trainer.strategy, "saved_elsewhere", set)()
+        buffers = {name: buffer for name, buffer in pl_module.named_buffers() if name not in elsewhere}
+        self.recording.buffers = self.gather(buffers)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         self._close()
