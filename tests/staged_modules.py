@@ -339,6 +339,26 @@ class NestedBatches(Staged):
         return F.mse_loss(self(data["x"] * batch["table"].to(data["x"])), data["y"][0]) * batch["s"]
 
 
+class SquareMask(Staged):
+    """As many samples as positions, and a mask over positions in each batch: only its name tells it from samples."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(length=4, batch_size=4, **kwargs)
+
+    def train_dataloader(self) -> DataLoader:
+        def collate(items: list[Any]) -> dict[str, Tensor]:
+            x, y = (torch.stack(parts) for parts in zip(*items, strict=True))
+            return {"x": x, "y": y, "mask": torch.arange(1.0, 17.0).view(4, 4)}
+
+        return DataLoader(self.dataset("train"), batch_size=self.batch_size, collate_fn=collate)
+
+    def loss(self, batch: Any, stage: str) -> Tensor:
+        if stage == "val":
+            return super().loss(batch, stage)
+        mixed = batch["mask"].to(batch["x"]).softmax(-1) @ batch["x"]
+        return F.mse_loss(self(mixed), batch["y"])
+
+
 class DynamicLengths(TinyGPT):
     """Each batch has another length."""
 

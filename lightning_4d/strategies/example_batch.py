@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_4d.errors import UnsupportedError, explain
 from lightning_4d.strategies import random_state
 
 
-def example_batch(trainer: Trainer) -> Any:
-    """Return a batch as the first step of this run will see it, on its device; random states stay as they are.
+def example_batch(trainer: Trainer) -> tuple[Any, Any]:
+    """Return a batch as the first step of this run will see it, and one of a sample less; random states stay.
 
-    The data loaders are asked for once more. Batches are loaded in this process.
+    The data loaders are asked for once more. Batches are loaded in this process, on the Trainer's device. What has the
+    same size in both has no batch dimension. Where no smaller batch can be had (an IterableDataset, batches of one
+    sample) the second is None.
 
     Raises:
         UnsupportedError: the data can be iterated over only once, or is empty.
@@ -28,8 +30,8 @@ def example_batch(trainer: Trainer) -> Any:
     loop: Any = trainer.fit_loop if is_fit else _evaluation_loop(trainer)
     with _random_states_kept():
         # Training steps get a batch of every loader at once, evaluation steps one of one loader.
-        combined = _combined(loop._data_source.dataloader(), "max_size_cycle" if is_fit else "sequential")
-        batch = next(iter(combined), None)
+        loaders, mode = loop._data_source.dataloader(), "max_size_cycle" if is_fit else "sequential"
+        batch = next(iter(_combined(loaders, mode, _in_process)), None)
         if batch is None:
             raise UnsupportedError(
                 explain(
@@ -38,10 +40,15 @@ def example_batch(trainer: Trainer) -> Any:
                     "give every data-parallel rank at least one batch",
                 )
             )
-        batch = trainer.precision_plugin.convert_input(batch[0])
-        module = trainer.lightning_module
-        batch = module._on_before_batch_transfer(batch, dataloader_idx=0)
-        return trainer.strategy.batch_to_device(batch, dataloader_idx=0)
+        combined = _combined(loaders, mode, _smaller)
+        less = None if None in combined.flattened else next(iter(combined))[0]
+        return _on_device(trainer, batch[0]), None if less is None else _on_device(trainer, less)
+
+
+def _on_device(trainer: Trainer, batch: Any) -> Any:
+    batch = trainer.precision_plugin.convert_input(batch)
+    batch = trainer.lightning_module._on_before_batch_transfer(batch, dataloader_idx=0)
+    return trainer.strategy.batch_to_device(batch, dataloader_idx=0)
 
 
 def _evaluation_loop(trainer: Trainer) -> Any:
@@ -53,11 +60,11 @@ def _evaluation_loop(trainer: Trainer) -> Any:
     return loops[trainer.state.fn]  # pyright: ignore[reportArgumentType]
 
 
-def _combined(loaders: Any, mode: Any) -> CombinedLoader:
+def _combined(loaders: Any, mode: Any, prepare: Callable[[Any], Any]) -> CombinedLoader:
     if isinstance(loaders, CombinedLoader):
         mode, loaders = loaders._mode, loaders.iterables
     combined = CombinedLoader(loaders, mode)
-    combined.flattened = [_in_process(loader) for loader in combined.flattened]
+    combined.flattened = [prepare(loader) for loader in combined.flattened]
     combined.limits = [1.0] * len(combined.flattened)
     return combined
 
@@ -79,6 +86,18 @@ def _in_process(loader: Any) -> Any:
     vars(plain).pop("_iterator", None)
     vars(plain)["_DataLoader__multiprocessing_context"] = None
     vars(plain)["_iterator"] = None
+    return plain
+
+
+def _smaller(loader: Any) -> Any:
+    """Return a loader of one batch with a sample less; None where there is none."""
+    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+        return None
+    indices = list(next(iter(loader.batch_sampler), ())) if loader.batch_sampler is not None else []
+    if len(indices) < 2:
+        return None
+    plain = _in_process(loader)
+    vars(plain)["batch_sampler"] = [indices[:-1]]
     return plain
 
 

@@ -66,7 +66,7 @@ class LossProbe:
         rows = rows_of(self._batch)
         assert rows is not None
         self._rows = min(rows, max(_FEWEST, self._most))
-        self._some = cut(self._batch, rows, 0, self._rows)
+        self._some = cut(self._batch, rows, 0, self._rows, self._steps.whole)
         steps, module = self._steps, self._steps.module
         self._whole = steps.record("training_step", self._some, self._arguments)
         attributes, buffers = Attributes(module), {b: b.clone() for b in module.buffers()}
@@ -81,11 +81,11 @@ class LossProbe:
 
     def _run(self, trace: TailTrace, draw: int, start: int, stop: int) -> Outcome:
         steps, module = self._steps, self._steps.module
-        piece = cut(self._some, self._rows, start, stop)
+        piece = cut(self._some, self._rows, start, stop, self._steps.whole)
         record = steps.record("training_step", piece, self._arguments)
         mode = steps.loss_reduction
         trace.rows = lambda *tensors: take_scalars(trace, mode, tensors)  # type: ignore[method-assign]
-        trace.entries(*batched_entries(piece, stop - start).values())
+        trace.entries(*batched_entries(piece, stop - start, self._steps.whole).values())
         hidden = self._hidden(record, draw, start, stop)
         log, attributes = StepLog(), Attributes(module)
         vars(module)["log"] = lambda *args, **kwargs: log.keep(module, *args, **kwargs)

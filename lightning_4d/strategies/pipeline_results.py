@@ -11,7 +11,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from lightning_4d.errors import UnsupportedError, explain
-from lightning_4d.parallel.pipeline.batch import batched_entries
+from lightning_4d.parallel.pipeline.batch import Path, batched_entries
 from lightning_4d.parallel.pipeline.combine import LeafValue
 from lightning_4d.parallel.pipeline.passes import Trace
 from lightning_4d.parallel.pipeline.reduction import BatchReduction, Mode, Plan
@@ -60,6 +60,7 @@ class TrainingResults:
         plan: what is known of the module's losses, kept from step to step.
         metrics: the module's.
         prove: finds out more; see :class:`BatchReduction`.
+        whole: paths of entries of a batch without a batch dimension.
         checks: compare what was taken for equal in all microbatches; on the CPU it always is.
     """
 
@@ -74,6 +75,7 @@ class TrainingResults:
         metrics: StageMetrics,
         prove: Any = None,
         *,
+        whole: frozenset[Path] = frozenset(),
         checks: bool = True,
     ) -> None:
         self._module = module
@@ -83,7 +85,7 @@ class TrainingResults:
         self._is_whole = len(pieces) == 1
         self._mode: Mode = reduction
         self._checks = checks
-        entries = [list(batched_entries(p, size).values()) for p, size in zip(pieces, sizes, strict=True)]
+        entries = [list(batched_entries(p, size, whole).values()) for p, size in zip(pieces, sizes, strict=True)]
         self._entries = entries
         self._reduction = BatchReduction(sizes, plan, reduction, prove, None if self._is_whole else entries)
         self._log = StepLog()

@@ -26,7 +26,7 @@ from lightning_4d.layout import ParallelLayout
 from lightning_4d.parallel.blocks import Block
 from lightning_4d.parallel.gradients import Elsewhere, count_stages
 from lightning_4d.parallel.pipeline.announce import Announcement
-from lightning_4d.parallel.pipeline.batch import bounds, cut, rows_of
+from lightning_4d.parallel.pipeline.batch import bounds, cut, rows_of, without_rows
 from lightning_4d.parallel.pipeline.engine import Pipeline
 from lightning_4d.parallel.pipeline.handover import (
     Gradients,
@@ -98,6 +98,7 @@ class PipelineSteps:
         self._names: set[str] = set()
         self._tail_modules: frozenset[str] = frozenset()
         self._sizes: list[int] = []
+        self.whole: frozenset[tuple[Any, ...]] = frozenset()  # entries of a batch without a batch dimension
         self._strategy = strategy
         self._options = options
         self._kind = options.kind()
@@ -157,7 +158,8 @@ class PipelineSteps:
         check_count(len(blocks), ranks)
         if isinstance(self._options.num_microbatches, int):
             check_microbatches(self._kind, self._options.num_microbatches, ranks)
-        batch = example_batch(trainer)
+        batch, smaller = example_batch(trainer)
+        self.whole = frozenset() if smaller is None else without_rows(batch, smaller)
         name = _STEP[trainer.state.fn]  # pyright: ignore[reportArgumentType]
         self._records.begin(module, blocks)
         pieces = self._pieces(batch) if name == "training_step" else [batch]
@@ -193,7 +195,16 @@ class PipelineSteps:
                     "save a checkpoint and load it into a new module, or keep layout and schedule",
                 )
             )
-        for name in ("_plan", "_parameter_stages", "_names", "_tail_modules", "_pipeline", "metrics", "_shared"):
+        for name in (
+            "_plan",
+            "_parameter_stages",
+            "_names",
+            "_tail_modules",
+            "whole",
+            "_pipeline",
+            "metrics",
+            "_shared",
+        ):
             setattr(self, name, getattr(made, name))
         self._training_news, self._evaluation_news = made._training_news, made._evaluation_news
         self._same_batch = SameBatch(self.pipeline.group, self._strategy.root_device)
@@ -335,6 +346,7 @@ class PipelineSteps:
             self.losses,
             self.metrics,
             prove,
+            whole=self.whole,
             checks=self._is_checked(),
         )
         data = strategy.data
@@ -449,7 +461,7 @@ class PipelineSteps:
             return [batch]
         edges = bounds(rows, count)
         self._sizes = [stop - start for start, stop in edges]
-        return [cut(batch, rows, start, stop) for start, stop in edges]
+        return [cut(batch, rows, start, stop, self.whole) for start, stop in edges]
 
     def _check(self, record: StepRecord, name: str, count: int) -> None:
         """Refuse what cannot run in the stages there are; once for a record."""

@@ -140,6 +140,10 @@ def test_a_balance_loss_with_one_microbatch(pool):
     check(pool, staged.WithAuxiliaryLoss, 2, limit_val_batches=2, options=options)
 
 
+def test_an_entry_without_samples_is_not_cut(pool):
+    check(pool, staged.SquareMask, 2, options={"num_microbatches": 4})
+
+
 def test_batch_norm_with_one_microbatch(pool):
     options = {"pipeline_schedule": "gpipe", "num_microbatches": 1}
     check(pool, staged.WithBatchNorm, 2, limit_val_batches=2, options=options)

@@ -22,9 +22,16 @@ def rows_of(batch: Any) -> int | None:
     return sizes.most_common(1)[0][0] if sizes else None
 
 
-def batched_entries(batch: Any, rows: int) -> dict[Path, Tensor]:
-    """Return the tensors of a batch whose first size is the number of samples, by their path."""
-    return {path: t for path, t in _leaves(batch, ()) if t.dim() > 0 and t.shape[0] == rows}
+def batched_entries(batch: Any, rows: int, whole: frozenset[Path] = frozenset()) -> dict[Path, Tensor]:
+    """Return the tensors of a batch whose first size is the number of samples, by their path; none of ``whole``."""
+    return {p: t for p, t in _leaves(batch, ()) if t.dim() > 0 and t.shape[0] == rows and p not in whole}
+
+
+def without_rows(batch: Any, smaller: Any) -> frozenset[Path]:
+    """Return the paths of tensors whose first size is the same in a batch of fewer samples: they have no batch dim."""
+    rows = rows_of(batch)
+    sizes = {path: tensor.shape[0] for path, tensor in _leaves(smaller, ()) if tensor.dim() > 0}
+    return frozenset(p for p, t in _leaves(batch, ()) if t.dim() > 0 and t.shape[0] == rows == sizes.get(p))
 
 
 def bounds(rows: int, pieces: int) -> list[tuple[int, int]]:
