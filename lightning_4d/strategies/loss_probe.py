@@ -63,7 +63,7 @@ class LossProbe:
 
     def __call__(self) -> None:
         """Run it on this rank, that of the last stage."""
-        rows = rows_of(self._batch)
+        rows = rows_of(self._batch, self._steps.whole)
         assert rows is not None
         self._rows = min(rows, max(_FEWEST, self._most))
         self._some = cut(self._batch, rows, 0, self._rows, self._steps.whole)

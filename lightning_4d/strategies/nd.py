@@ -309,6 +309,8 @@ class NDStrategy(ParallelStrategy):
         if existing is not None and (existing.units or applied(module) is not None):
             refuse_changed_model(module, existing, self.layout, self.precision_plugin)
             self._tensor = applied(module)
+            if self.has_stages:
+                self._pipeline.reuse(trainer, module)
             return existing
         refuse_lost_metrics(module)
         self.model = self.precision_plugin.convert_module(module)

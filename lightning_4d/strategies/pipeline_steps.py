@@ -152,14 +152,14 @@ class PipelineSteps:
         Raises:
             UnsupportedError: the step cannot run in stages.
         """
-        if self._reuse(module):
+        if self.reuse(trainer, module):
             return
         ranks = self._strategy.layout.pipeline_parallel_size
         check_count(len(blocks), ranks)
         if isinstance(self._options.num_microbatches, int):
             check_microbatches(self._kind, self._options.num_microbatches, ranks)
         batch, smaller = example_batch(trainer)
-        self.whole = frozenset() if smaller is None else without_rows(batch, smaller)
+        self.whole = without_rows(batch, smaller)
         name = _STEP[trainer.state.fn]  # pyright: ignore[reportArgumentType]
         self._records.begin(module, blocks)
         pieces = self._pieces(batch) if name == "training_step" else [batch]
@@ -176,8 +176,8 @@ class PipelineSteps:
             name.rpartition(".")[0] for name, stages in self._parameter_stages.items() if stages == {last}
         )
 
-    def _reuse(self, module: LightningModule) -> bool:
-        """Take over what an earlier Trainer made of this module, if one did.
+    def reuse(self, trainer: Trainer, module: LightningModule) -> bool:
+        """Take over what an earlier Trainer made of this module, if one did. Which ranks must call: all.
 
         Raises:
             UnsupportedError: for another layout or schedule.
@@ -200,7 +200,6 @@ class PipelineSteps:
             "_parameter_stages",
             "_names",
             "_tail_modules",
-            "whole",
             "_pipeline",
             "metrics",
             "_shared",
@@ -210,6 +209,8 @@ class PipelineSteps:
         self._same_batch = SameBatch(self.pipeline.group, self._strategy.root_device)
         self.losses = made.losses
         self._records.begin(module, made._records.blocks)
+        if trainer.state.fn == TrainerFn.FITTING:  # only training cuts batches, and this run's are other ones
+            self.whole = without_rows(*example_batch(trainer))
         return True
 
     def _starts(self, trainer: Trainer, module: LightningModule, piece: Any, record: StepRecord) -> list[int]:
@@ -445,7 +446,7 @@ class PipelineSteps:
     # --------------------------------------------------------------------------------------------------------- helpers
 
     def _pieces(self, batch: Any) -> list[Any]:
-        rows = rows_of(batch)
+        rows = rows_of(batch, self.whole)
         wanted = self._options.num_microbatches
         if rows is None:
             if wanted not in ("auto", 1):

@@ -6,12 +6,14 @@ from functools import partial
 from typing import Any
 
 import pytest
+import torch
 
 from lightning_4d import NDStrategy
 from lightning_4d.callbacks import ActivationCheckpointing
 from tests import staged_modules as staged
 from tests.harness import compare, reference, staged_tensors, train
 from tests.modules import EncoderStack, TinyGPT, ViT
+from tests.strategies.scenarios import trainer_with
 
 FOUR = partial(TinyGPT, layers=4)
 
@@ -185,3 +187,21 @@ SLOW = pytest.mark.slow
 )
 def test_activation_checkpointing(pool, schedule, shard):
     check_each(pool, POLICIES, 2, shard, options={"pipeline_schedule": schedule})
+
+
+def trained_twice(strategy: Any) -> dict[str, Any]:
+    """On one rank: fit a module, validate and fit it again, each with a Trainer of its own."""
+    module = FOUR()
+    for run in ("fit", "validate", "fit"):
+        chosen = strategy if isinstance(strategy, str) else strategy()
+        trainer = trainer_with(lambda chosen=chosen: chosen)(max_steps=2, limit_val_batches=2)
+        getattr(trainer, run)(module)
+    return staged_tensors(dict(module.named_parameters()))
+
+
+def test_a_module_goes_from_trainer_to_trainer(pool):
+    expected = pool.run(2, trained_twice, "ddp")[0]
+    for actual in pool.run(4, trained_twice, stages(2, 2)):
+        assert actual.keys() == expected.keys()
+        for name, value in expected.items():
+            torch.testing.assert_close(actual[name], value, rtol=1e-10, atol=1e-12)

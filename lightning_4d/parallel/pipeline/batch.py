@@ -16,9 +16,12 @@ from lightning_4d.errors import UnsupportedError, explain
 Path = tuple[Any, ...]
 
 
-def rows_of(batch: Any) -> int | None:
-    """Return the number of samples of a batch: the first size that most of its tensors share; None without tensors."""
-    sizes = Counter(tensor.shape[0] for _, tensor in _leaves(batch, ()) if tensor.dim() > 0)
+def rows_of(batch: Any, whole: frozenset[Path] = frozenset()) -> int | None:
+    """Return the number of samples of a batch: the first size that most of its tensors share; None without tensors.
+
+    Entries in ``whole`` are known to have no batch dimension.
+    """
+    sizes = Counter(tensor.shape[0] for path, tensor in _leaves(batch, ()) if tensor.dim() > 0 and path not in whole)
     return sizes.most_common(1)[0][0] if sizes else None
 
 
@@ -28,10 +31,12 @@ def batched_entries(batch: Any, rows: int, whole: frozenset[Path] = frozenset())
 
 
 def without_rows(batch: Any, smaller: Any) -> frozenset[Path]:
-    """Return the paths of tensors whose first size is the same in a batch of fewer samples: they have no batch dim."""
-    rows = rows_of(batch)
+    """Return the paths of tensors whose first size is the same in a batch of fewer samples: they have no batch dim.
+
+    None are known to have none where ``smaller`` is None.
+    """
     sizes = {path: tensor.shape[0] for path, tensor in _leaves(smaller, ()) if tensor.dim() > 0}
-    return frozenset(p for p, t in _leaves(batch, ()) if t.dim() > 0 and t.shape[0] == rows == sizes.get(p))
+    return frozenset(path for path, t in _leaves(batch, ()) if t.dim() > 0 and t.shape[0] == sizes.get(path))
 
 
 def bounds(rows: int, pieces: int) -> list[tuple[int, int]]:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from lightning_4d.errors import UnsupportedError
-from lightning_4d.parallel.pipeline.batch import batched_entries, bounds, cut, rows_of, signature
+from lightning_4d.parallel.pipeline.batch import batched_entries, bounds, cut, rows_of, signature, without_rows
 
 Pair = namedtuple("Pair", "x y")
 
@@ -58,6 +58,16 @@ def test_entries_without_a_batch_dimension_can_be_named():
     assert piece["x"].shape == (1, 2)
     assert piece["mask"].shape == (4, 4)
     assert list(batched_entries(batch, 4)) == [("x",), ("mask",)]
+
+
+def test_a_smaller_batch_tells_what_has_no_samples():
+    def batch(rows: int):
+        return {"x": torch.ones(rows, 4), "mask": torch.ones(4, 4), "a": torch.ones(4), "b": torch.ones(4, 2)}
+
+    whole = without_rows(batch(3), batch(2))
+    assert whole == {("mask",), ("a",), ("b",)}
+    assert rows_of(batch(3), whole) == 3  # though most entries have four
+    assert without_rows(batch(3), None) == frozenset()
 
 
 def test_an_unknown_object_with_tensors_is_refused():
