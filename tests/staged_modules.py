@@ -196,6 +196,44 @@ class Unfreezing(Staged):
         return torch.optim.SGD(self.parameters(), lr=self.lr)
 
 
+class LaterSkip(Staged):
+    """From the second epoch on, the head sees the output of the first block as well."""
+
+    def through(self, x_BTC: Tensor) -> Tensor:
+        first = None
+        for block in self.blocks:
+            x_BTC = block(x_BTC)
+            first = x_BTC if first is None else first
+        return x_BTC + first if self.current_epoch > 0 else x_BTC
+
+
+class OtherSteps(Staged):
+    """What the head sees changes from batch to batch, which no record tells."""
+
+    number = 0
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.number = batch_idx
+
+    def through(self, x_BTC: Tensor) -> Tensor:
+        first = x_BTC = self.blocks[0](x_BTC)
+        for block in self.blocks[1:]:
+            x_BTC = block(x_BTC)
+        return x_BTC + first if self.number else x_BTC
+
+
+class CountingBuffer(Staged):
+    """A buffer of the LightningModule itself that each step changes."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.register_buffer("steps", torch.zeros(()))
+
+    def loss(self, batch: Any, stage: str) -> Tensor:
+        self.steps += 1
+        return super().loss(batch, stage)
+
+
 class InEvalNorm(Staged):
     """Batch normalisation that is frozen."""
 

@@ -36,6 +36,7 @@ from lightning_4d.parallel.pipeline.handover import (
     take_gradients,
 )
 from lightning_4d.parallel.pipeline.plan import StagePlan
+from lightning_4d.parallel.pipeline.randomness import kept
 from lightning_4d.parallel.pipeline.record import StepRecord
 from lightning_4d.parallel.pipeline.reduction import Plan
 from lightning_4d.parallel.pipeline.schedule import (
@@ -356,7 +357,7 @@ class PipelineSteps:
         earlier = take_gradients(data.gradient_leaves())
         data.begin_schedule()
         key = self._key("train", arguments)
-        with results.keeping_log():
+        with results.keeping_log(), kept(pipeline.device):
             pipeline.run(
                 lambda piece: module.training_step(piece, *arguments), pieces, records, results, key, backward=True
             )
@@ -412,7 +413,7 @@ class PipelineSteps:
         results = EvaluationResults(module, self.metrics)
         pipeline.surroundings = context
         step = getattr(module, name)
-        with results.keeping_log():
+        with results.keeping_log(), kept(pipeline.device):
             pipeline.run(
                 lambda piece: step(piece, *rest),
                 [batch],
@@ -485,6 +486,7 @@ class PipelineSteps:
                     "use num_microbatches=1, put the layer into eval mode, or normalise otherwise",
                 )
             )
+        self._refuse_scattered_buffers(record, name)
         if count > 1 and self._options.loss_reduction == "auto":
             _refuse_scalars_of_blocks(record)
         for parameter, stages in self._plan.parameter_stages(record, list(self._parameter_stages)).items():
@@ -496,6 +498,23 @@ class PipelineSteps:
                         "the step that the stages were made for does not",
                         "a stage holds the parameters that this step needs there",
                         "use the parameter in the same place in all steps",
+                    )
+                )
+
+    def _refuse_scattered_buffers(self, record: StepRecord, name: str) -> None:
+        """Refuse buffers that code outside the blocks changes, unless they belong to a layer of one stage.
+
+        That code runs on every stage, once for each: a counter would count stages, and ranks would save what they have.
+        """
+        for buffer in record.outside_buffers:
+            owner = buffer.rpartition(".")[0]
+            stages = [s for n, s in self._parameter_stages.items() if n.rpartition(".")[0] == owner != ""]
+            if not stages or len(frozenset().union(*stages)) > 1:
+                raise UnsupportedError(
+                    explain(
+                        f"{name} changes the buffer {buffer!r}, which is no layer's of one pipeline stage",
+                        "code outside the blocks runs on every stage, so the buffer would change on each of them",
+                        "change it in on_train_batch_end, or keep a plain attribute (self.count += 1)",
                     )
                 )
 

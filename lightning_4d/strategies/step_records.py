@@ -30,13 +30,13 @@ class StepRecords:
         self.blocks: Sequence[Block] = ()
         self._kept: OrderedDict[Any, StepRecord] = OrderedDict()
         self._families: dict[Any, ShapeFamily] = {}
-        self._stateful: list[nn.Module] = []
+        self._modules: list[nn.Module] = []
         self.made = 0  # how many runs on fake tensors there were
 
     def begin(self, module: LightningModule, blocks: Sequence[Block]) -> None:
         """Make records of this module from now on."""
         self._module, self.blocks = module, list(blocks)
-        self._stateful = [child for child in module.modules() if child._buffers]
+        self._modules = list(module.modules())
         self._kept.clear()
         self._families.clear()
 
@@ -58,10 +58,13 @@ class StepRecords:
         return record
 
     def _state(self) -> tuple[Any, ...]:
-        """What else a record depends on, and may change in a run: modules in training mode, parameters that train."""
+        """What else a record depends on, and may change in a run: modules in training mode, parameters that train.
+
+        And the epoch, by which steps decide on another course (a loss that comes in later).
+        """
         assert self._module is not None
-        modes = bytes(module.training for module in self._stateful)
-        return self._module.training, modes, bytes(p.requires_grad for p in self._module.parameters())
+        modes = bytes(module.training for module in self._modules)
+        return modes, bytes(p.requires_grad for p in self._module.parameters()), self._module.current_epoch
 
     def _new(self, key: tuple[Any, ...], name: str, batch: Any, arguments: tuple[Any, ...]) -> StepRecord:
         assert self._module is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import Any
 
@@ -205,3 +206,14 @@ def test_a_module_goes_from_trainer_to_trainer(pool):
         assert actual.keys() == expected.keys()
         for name, value in expected.items():
             torch.testing.assert_close(actual[name], value, rtol=1e-10, atol=1e-12)
+
+
+def test_a_course_that_changes_with_the_epoch(pool):
+    check(pool, staged.LaterSkip, 2, max_epochs=2, steps=-1, limit_train_batches=2)
+
+
+def test_a_course_that_no_record_tells_shows(pool):
+    # Not refused: what was not carried to the last stage is nan there, never a number that looks right.
+    for recording in pool.run(2, train, staged.OtherSteps, stages(2), steps=2, gather=staged_tensors):
+        assert not math.isnan(recording.losses[0])
+        assert math.isnan(recording.losses[1])

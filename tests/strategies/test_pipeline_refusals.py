@@ -157,6 +157,11 @@ CASES = {
     "in-place writes to inputs": Case(staged.WritesInput, ("'blocks.0'", "in place")),
     "conditions on values": Case(staged.ReadsValues, ("does not run without values", "isnan")),
     "batch norm": Case(staged.WithBatchNorm, ("'norm.", "num_microbatches=1")),
+    "a buffer that counts steps": Case(
+        staged.CountingBuffer,
+        ("the buffer 'steps'", "plain attribute"),
+        {"num_microbatches": 1, "pipeline_schedule": "gpipe"},
+    ),
     "contrastive": Case(staged.Contrastive, ("the loss", "num_microbatches=1")),
     "norm over the batch": Case(staged.NormOverBatch, ("the loss", "num_microbatches=1")),
     "variance": Case(Variance, ("the loss", "num_microbatches=1")),

@@ -1,8 +1,8 @@
 """Run the user's own step for one stage: blocks of other stages stand aside, and the run ends where the stage does.
 
 All code outside the blocks runs on every stage until the first block of the next stage is entered; there the run
-unwinds. A block of an earlier stage returns what was received of its output, and zeros of the recorded kind for what
-nothing on this stage needs.
+unwinds. A block of an earlier stage returns what was received of its output, and values that do not count (nan) for
+what nothing on this stage needs.
 """
 
 from __future__ import annotations
@@ -247,10 +247,10 @@ class StagePass:
         if not isinstance(leaf, Slot):
             return leaf
         received = self._received.get(Output(number, leaf.number))
-        return self._zeros(leaf.spec) if received is None else received
+        return self._stand_in_for(leaf.spec) if received is None else received
 
-    def _zeros(self, spec: TensorSpec) -> Tensor:
-        return spec.zeros(self._device, in_memory=self._record.writes_outside)
+    def _stand_in_for(self, spec: TensorSpec) -> Tensor:
+        return spec.stand_in(self._device, in_memory=self._record.writes_outside)
 
     # ------------------------------------------------------------------------------------- modules outside the blocks
 
@@ -259,11 +259,15 @@ class StagePass:
         return name in self._dead and self._stub_calls.get(name, 0) < len(self._record.stubs.get(name, ()))
 
     def stub(self, name: str) -> Any:
-        """Return zeros of the kind that the module's next call returned in the record."""
+        """Return a stand-in of the kind that the module's next call returned in the record."""
         call = self._stub_calls.get(name, 0)
         self._stub_calls[name] = call + 1
         recorded = self._record.stubs[name][call]
-        return pytree.tree_map(lambda leaf: self._zeros(leaf) if isinstance(leaf, TensorSpec) else leaf, recorded)
+
+        def stand_in(leaf: Any) -> Any:
+            return self._stand_in_for(leaf) if isinstance(leaf, TensorSpec) else leaf
+
+        return pytree.tree_map(stand_in, recorded)
 
     def _wrong_order(self, what: str) -> UnsupportedError:
         expected = self._plan.order[self._next] if self._next < len(self._plan.order) else "the end of the step"

@@ -22,6 +22,17 @@ def seed_of(*key: object) -> int:
 
 
 @contextlib.contextmanager
+def kept(device: torch.device) -> Iterator[None]:
+    """Put the process's generators back after a step, whatever it drew: the next batch must not depend on it."""
+    with contextlib.ExitStack() as stack:
+        stack.callback(torch.set_rng_state, torch.get_rng_state())
+        if device.type == "cuda":
+            stack.callback(torch.cuda.set_rng_state, torch.cuda.get_rng_state(device), device)
+        _keep_host(stack)
+        yield
+
+
+@contextlib.contextmanager
 def seeded(seed: int, device: torch.device, *, host: bool) -> Iterator[None]:
     """Draw from torch's generators (of the CPU and of ``device``) seeded by ``seed`` inside, then put them back.
 
@@ -41,13 +52,20 @@ def seeded(seed: int, device: torch.device, *, host: bool) -> Iterator[None]:
         yield
 
 
-def _seed_host(seed: int, stack: contextlib.ExitStack) -> None:
+def _keep_host(stack: contextlib.ExitStack) -> None:
     stack.callback(random.setstate, random.getstate())
-    random.seed(seed)
     if "numpy" in sys.modules:
         import numpy as np
 
         stack.callback(np.random.set_state, np.random.get_state())
+
+
+def _seed_host(seed: int, stack: contextlib.ExitStack) -> None:
+    _keep_host(stack)
+    random.seed(seed)
+    if "numpy" in sys.modules:
+        import numpy as np
+
         np.random.seed(seed % 2**32)
 
 

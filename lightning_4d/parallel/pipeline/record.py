@@ -36,11 +36,14 @@ class TensorSpec:
         """Describe ``tensor``."""
         return cls(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
 
-    def zeros(self, device: torch.device, *, in_memory: bool) -> Tensor:
-        """Return zeros of this kind; not ``in_memory``: one element that is repeated, which cannot be written to."""
-        if in_memory:
-            return torch.zeros(self.shape, dtype=self.dtype, device=device)
-        return torch.zeros((), dtype=self.dtype, device=device).expand(self.shape)
+    def stand_in(self, device: torch.device, *, in_memory: bool) -> Tensor:
+        """Return a tensor of this kind whose values do not count: nan, so that a use of them shows; 0 for integers.
+
+        Not ``in_memory``: one element that is repeated, which cannot be written to.
+        """
+        value = float("nan") if self.dtype.is_floating_point or self.dtype.is_complex else 0
+        size = self.shape if in_memory else ()
+        return torch.full(size, value, dtype=self.dtype, device=device).expand(self.shape)
 
 
 @dataclass(frozen=True)
@@ -101,6 +104,7 @@ class StepRecord:
     Attributes:
         blocks: in the order of calls.
         tail: what the code after the last block depends on, its results and logged values included.
+        outside_buffers: those of ``written_buffers`` that code outside the blocks changes.
         stubs: by name of a module outside the blocks that has parameters of its own: what each of its calls returned.
         random: the block numbers whose code draws random numbers from torch; None stands for code outside blocks.
         written_buffers: names of buffers that the step changes.
@@ -114,6 +118,7 @@ class StepRecord:
     stubs: Mapping[str, tuple[Any, ...]]
     random: frozenset[int | None]
     written_buffers: tuple[str, ...]
+    outside_buffers: tuple[str, ...]
     writes_outside: bool
     uses: Mapping[tuple[int, str], int]
     draws_on_host: bool = False
@@ -280,6 +285,7 @@ class Recorder:
             {name: tuple(calls) for name, calls in self._stubs.items()},
             frozenset(flow.random),
             tuple(flow.written_buffers),
+            tuple(name for name, block in flow.written_buffers.items() if block is None),
             flow.outside_writes,
             dict(flow.uses),
             host_state() != self._host_state,
