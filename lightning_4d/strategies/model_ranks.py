@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
-from lightning_4d._torch_private import tree_leaves
 from lightning_4d.errors import UnsupportedError, explain
 from lightning_4d.parallel.blocks import Block
 from lightning_4d.parallel.context import ContextParallel, divided, make_groups, ulysses_size_of
+from lightning_4d.strategies.same_batch import SameBatch
 
 if TYPE_CHECKING:
     from lightning_4d.strategies.nd import NDStrategy
@@ -72,72 +69,22 @@ class ModelRanks:
 
     def __init__(self, strategy: NDStrategy) -> None:
         self._context = divided(strategy._module)
-        self._same: SameBatches | None = None
-        if self._context is not None:
-            self._same = SameBatches(self._context.groups.group, strategy.root_device)
+        layout, device = strategy.layout, strategy.root_device
+        self._same = [
+            SameBatch(f"{name}-parallel", strategy.mesh[axis].get_group(), device)
+            for axis, name in (("cp", "context"), ("tp", "tensor"))
+            if layout.axis_sizes[axis] > 1
+        ]
 
-    def running(self, step: Callable[..., Any]) -> Callable[..., Any]:
-        """``step``, with its batch compared now and then, and its result whole."""
-        context, same = self._context, self._same
-        if context is None or same is None:
+    def running(self, name: str, step: Callable[..., Any]) -> Callable[..., Any]:
+        """``step``, called ``name``, with its batch compared now and then, and its result whole."""
+        context = self._context
+        if not self._same:
             return step
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            same.check((args, kwargs))
-            return context.run(step, *args, **kwargs)
+            for same in self._same:
+                same.check(name, (args, kwargs))
+            return step(*args, **kwargs) if context is None else context.run(step, *args, **kwargs)
 
         return run
-
-
-class SameBatches:
-    """Compares batches within a group: the first ones, then at steps that double.
-
-    Args:
-        group: the ranks that must see the same.
-        device: where the group's backend communicates.
-    """
-
-    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        self._group = group
-        self._device = device
-        self._steps = 0
-
-    def check(self, batch: Any) -> None:
-        """Count a step, and compare its batch if it is due. Which ranks must call: all of the group.
-
-        Raises:
-            UnsupportedError: the ranks have different batches.
-        """
-        self._steps += 1
-        if self._steps & (self._steps - 1):  # neither 1 nor a power of 2
-            return
-        mine = torch.tensor([_digest(batch)], dtype=torch.int64, device=self._device)
-        highest, lowest = mine.clone(), mine.clone()
-        dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=self._group)
-        dist.all_reduce(lowest, op=dist.ReduceOp.MIN, group=self._group)
-        if not torch.equal(highest, lowest):
-            raise UnsupportedError(
-                explain(
-                    "ranks of one context-parallel group read different batches",
-                    "they work on the same samples, so samplers and augmentation must not depend on the global rank",
-                    "split data by trainer.strategy.data_parallel_rank and data_parallel_size, and seed everything "
-                    "alike on all ranks",
-                )
-            )
-
-
-def _digest(batch: Any) -> int:
-    """A number of the tensors' contents, by sums: cheap on any device, and not equal by chance."""
-    digest = hashlib.blake2b(digest_size=7)
-    for leaf in tree_leaves(batch):
-        if isinstance(leaf, Tensor):
-            digest.update(repr((leaf.shape, leaf.dtype, *_sums(leaf))).encode())
-        elif isinstance(leaf, (int, float, str, bool)):
-            digest.update(repr(leaf).encode())
-    return int.from_bytes(digest.digest(), "big")
-
-
-def _sums(tensor: Tensor) -> tuple[int, int]:
-    as_bytes = tensor.detach().reshape(-1).contiguous().view(torch.uint8).long()
-    weights = torch.arange(1, as_bytes.numel() + 1, device=as_bytes.device)
-    return int(as_bytes.sum()), int((as_bytes * weights).sum())

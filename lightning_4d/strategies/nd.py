@@ -410,7 +410,7 @@ class NDStrategy(ParallelStrategy):
     def _same_samples(self, step: Callable[..., Any]) -> Callable[..., Any]:
         """The step, on ranks that work together on its samples."""
         assert self._model_ranks is not None
-        return self._model_ranks.running(step)
+        return self._model_ranks.running(getattr(step, "__name__", "a step"), step)
 
     @override
     def on_train_start(self) -> None:

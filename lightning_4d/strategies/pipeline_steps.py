@@ -176,6 +176,7 @@ class PipelineSteps:
         self._tail_modules = frozenset(
             name.rpartition(".")[0] for name, stages in self._parameter_stages.items() if stages == {last}
         )
+        self._check(record, name, len(pieces))
 
     def reuse(self, trainer: Trainer, module: LightningModule) -> bool:
         """Take over what an earlier Trainer made of this module, if one did. Which ranks must call: all.
@@ -207,7 +208,7 @@ class PipelineSteps:
         ):
             setattr(self, name, getattr(made, name))
         self._training_news, self._evaluation_news = made._training_news, made._evaluation_news
-        self._same_batch = SameBatch(self.pipeline.group, self._strategy.root_device)
+        self._same_batch = SameBatch("pipeline", self.pipeline.group, self._strategy.root_device)
         self.losses = made.losses
         self._records.begin(module, made._records.blocks)
         if trainer.state.fn == TrainerFn.FITTING:  # only training cuts batches, and this run's are other ones
@@ -257,7 +258,7 @@ class PipelineSteps:
         self._shared = self._share(module)
         for shared in self._shared:
             shared.make_equal()
-        self._same_batch = SameBatch(group, strategy.root_device)
+        self._same_batch = SameBatch("pipeline", group, strategy.root_device)
         count_stages(module, lambda: Elsewhere(group, self.counted_elsewhere()))
 
     def _share(self, module: LightningModule) -> list[_Shared]:

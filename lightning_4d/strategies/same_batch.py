@@ -1,4 +1,4 @@
-"""Make sure that the ranks of a pipeline read the same batch: what a stage computes must be of the others' samples."""
+"""Make sure that ranks which divide the work on samples read the same batch: each computes a part for all of them."""
 
 from __future__ import annotations
 
@@ -20,11 +20,13 @@ class SameBatch:
     """Compares batches over the ranks of one group.
 
     Args:
-        group: the pipeline ranks.
+        axis: ``"pipeline"``, ``"context-parallel"`` or ``"tensor-parallel"``; for messages.
+        group: the ranks along it.
         device: where the group's backend communicates.
     """
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+    def __init__(self, axis: str, group: dist.ProcessGroup, device: torch.device) -> None:
+        self._axis = axis
         self._group = group
         self._device = device
         self._steps: Counter[str] = Counter()
@@ -49,8 +51,8 @@ class SameBatch:
             other = next(rank for rank, each in enumerate(digests) if each != digests[0])
             raise UnsupportedError(
                 explain(
-                    f"pipeline ranks 0 and {other} read different batches in call {count} of {step}",
-                    "the ranks of a pipeline hold stages of one model, so they must read the same samples",
+                    f"{self._axis} ranks 0 and {other} read different batches in call {count} of {step}",
+                    "these ranks hold parts of one model, or of one sample, so they must read the same samples",
                     "let data and augmentation depend on trainer.strategy.data_parallel_rank, not on the global rank "
                     "or on unseeded random numbers",
                 )

@@ -13,7 +13,9 @@ from torch import Tensor
 from lightning_4d import NDStrategy, TPStrategy
 from lightning_4d.parallel.tensor.group import TensorGroup
 from tests.harness import Recording, compare, reference, train
+from tests.modules import TinyGPT
 from tests.parallel.tensor.modules import Llama
+from tests.strategies.scenarios import error_of, quiet, trainer_with
 
 MODEL = partial(Llama, layers=1, kv_heads=1)
 WHY = {
@@ -87,3 +89,21 @@ def test_accumulation_communicates_weights_once(pool):
 
 def accumulated(strategy: Any) -> list[dict[str, int]]:
     return train(Llama, strategy, steps=3, count_communication=True, accumulate_grad_batches=2).communication
+
+
+class OwnBatches(TinyGPT):
+    """Each rank changes the batch in its own way."""
+
+    def on_after_batch_transfer(self, batch, dataloader_idx):
+        return [(batch[0] + self.global_rank) % self.vocab]
+
+
+def fit_own_batches() -> str:
+    quiet()
+    trainer = trainer_with(lambda: NDStrategy(tensor_parallel_size=2))(max_steps=1, limit_val_batches=0)
+    return error_of(lambda: trainer.fit(OwnBatches()))
+
+
+def test_ranks_that_share_layers_read_the_same_batches(pool):
+    for error in pool.run(2, fit_own_batches):
+        assert error.startswith("UnsupportedError: tensor-parallel ranks 0 and 1 read different batches"), error
