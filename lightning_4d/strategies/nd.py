@@ -54,7 +54,7 @@ from lightning_4d.strategies.data_position import seed_workers
 from lightning_4d.strategies.evaluation import EvaluationBalance
 from lightning_4d.strategies.failure import Failure
 from lightning_4d.strategies.model_ranks import ContextOptions, ModelRanks, install_context
-from lightning_4d.strategies.pipeline_metrics import reduce_over
+from lightning_4d.strategies.pipeline_metrics import normalise_over, reduce_over
 from lightning_4d.strategies.pipeline_steps import PipelineOptions, PipelineSteps
 from lightning_4d.strategies.precision import adapt_precision_plugin
 from lightning_4d.strategies.support import (
@@ -316,6 +316,7 @@ class NDStrategy(ParallelStrategy):
         self.model = self.precision_plugin.convert_module(module)
         if self._layer_sync is not None:
             self.model = self._layer_sync.apply(self.model)
+            normalise_over(self.model, self.mesh.data_parallel_group)
         blocks = find_blocks(module, self._blocks)
         context = install_context(module, blocks, self)
         released, options = None, self._options

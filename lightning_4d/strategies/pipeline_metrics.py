@@ -44,6 +44,13 @@ def reduce_over(module: nn.Module, group: dist.ProcessGroup) -> None:
             child.dist_sync_fn = _GatherOver(group)
 
 
+def normalise_over(module: nn.Module, group: dist.ProcessGroup) -> None:
+    """Let synchronised batch normalisation see the ranks that read different data; by default it sees all of them."""
+    for child in module.modules():
+        if isinstance(child, nn.SyncBatchNorm):
+            child.process_group = group
+
+
 class _GatherOver:
     """Gathers over one group. Unlike a metric's ``process_group`` it lets the metric be copied and pickled."""
 

@@ -8,6 +8,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from lightning_4d import NDStrategy, TPStrategy
@@ -107,3 +108,22 @@ def fit_own_batches() -> str:
 def test_ranks_that_share_layers_read_the_same_batches(pool):
     for error in pool.run(2, fit_own_batches):
         assert error.startswith("UnsupportedError: tensor-parallel ranks 0 and 1 read different batches"), error
+
+
+class SynchronisedNorm(TinyGPT):
+    """Synchronised batch normalisation runs on no CPU, but is made on one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.batch_norm = torch.nn.BatchNorm1d(4)
+
+
+def synchronised_over() -> list[int]:
+    module = SynchronisedNorm()
+    make = trainer_with(lambda: NDStrategy(tensor_parallel_size=2))
+    make(sync_batchnorm=True, max_steps=1, limit_val_batches=0).fit(module)
+    return dist.get_process_group_ranks(module.batch_norm.process_group)
+
+
+def test_batch_norm_is_synchronised_over_data_parallel_ranks(pool):
+    assert pool.run(4, synchronised_over) == [[0, 2], [1, 3], [0, 2], [1, 3]]
