@@ -331,7 +331,11 @@ class Collecting(Staged):
         self.last_loss = loss.detach()
         self.log("samples", float(len(batch[0])), reduce_fx="sum")
         self.log_dict({"half": 0.5 * loss, "rmse": loss.sqrt()})
-        return {"loss": loss}
+        return {"loss": loss, "twice": 2 * loss.detach(), "rows": batch[0].sum((1, 2)), "name": "collecting"}
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        assert outputs["name"] == "collecting"
+        self.log("returned", outputs["twice"] + outputs["rows"].square().sum())
 
     def on_train_epoch_end(self) -> None:
         self.log("mean_of_losses", torch.stack(self.train_losses).mean())

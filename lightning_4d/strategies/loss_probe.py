@@ -99,7 +99,9 @@ class LossProbe:
             }
         for number, call in enumerate(steps.metrics.take_put_off()):
             logged |= call.reduced(number)
-        logged |= {name: item for name, item in attributes.effects().leaves().items() if is_scalar(item)}
+        logged |= {
+            name: item for name, item in attributes.effects().with_returned(result).leaves().items() if is_scalar(item)
+        }
         attributes.restore()
         loss = result.get("loss") if isinstance(result, dict) else result
         return Outcome(loss, logged)

@@ -128,8 +128,7 @@ class TrainingResults:
     def finished(self, microbatch: int, result: Any) -> Tensor | None:
         """Take what the step returned; return what the backward starts from."""
         loss = self._loss_of(result)
-        effects = self._attributes.effects()
-        self._effects.append(effects)
+        self._effects.append(self._attributes.effects().with_returned(result))
         if self._is_whole:
             root = loss * 1  # a tensor of our own, which may be detached in place
             self._loss = loss.detach()
@@ -137,6 +136,7 @@ class TrainingResults:
             self._running = None
             logged = self._values_to_reduce()
             root = self._reduction.finish(microbatch, self._traces.pop(microbatch), loss, logged)
+        self._effects[-1].detach()  # a trace knew the tensors themselves
         self._logs.append(self._log)
         self._order.append(microbatch)
         return root if root is None or self._scale is None else root * self._scale

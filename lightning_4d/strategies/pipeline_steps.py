@@ -367,19 +367,20 @@ class PipelineSteps:
         description, numbers = self._training_news.exchange(*(results.news() if pipeline.is_last else (None, ())))
         loss, correction, *logged = numbers
         self._replay(description, logged)
+        besides: dict[str, Any] = {}
         if description["has_effects"]:
-            self._from_last(results.effects).apply(module)
-        loss = loss.to(description["dtype"])
-        return self._returned(loss, description, lambda gradient: self._deliver(made, gradient, correction, scale))
+            effects = self._from_last(results.effects)
+            effects.apply(module)
+            besides = effects.returned
+        loss = loss_with_backward(
+            loss.to(description["dtype"]), lambda gradient: self._deliver(made, gradient, correction, scale)
+        )
+        return {"loss": loss, **besides} if description["is_dict"] else loss
 
     def _is_checked(self) -> bool:
         """Whether this step checks what would wait for a device: the first steps, then now and then."""
         self._steps += 1
         return self._steps <= 3 or self._steps % 100 == 0
-
-    def _returned(self, loss: Tensor, description: dict[str, Any], deliver: Callable[[Tensor], None]) -> Any:
-        with_backward = loss_with_backward(loss, deliver)
-        return {"loss": with_backward} if description["is_dict"] else with_backward
 
     def _deliver(self, made: Gradients, gradient: Tensor, correction: Tensor, scale: Tensor | None) -> None:
         """Add the schedule's gradients to the parameters', in the backward of the loss."""

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.memory import recursive_detach
 from torch import Tensor
 
 from lightning_4d.errors import UnsupportedError, explain
@@ -28,27 +29,41 @@ class Effects:
         added: list attribute → items appended to it.
         set: attribute → its new number, text or tensor.
         keyed: dict attribute → items added or changed.
+        returned: what the step returned besides the loss, by key; changes nothing.
     """
 
     added: dict[str, list[Any]] = field(default_factory=dict)
     set: dict[str, Any] = field(default_factory=dict)
     keyed: dict[str, dict[Any, Any]] = field(default_factory=dict)
+    returned: dict[str, Any] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
-        return bool(self.added or self.set or self.keyed)
+        return bool(self.added or self.set or self.keyed or self.returned)
+
+    def with_returned(self, result: Any) -> Effects:
+        """Add what a training step returned besides the loss."""
+        if isinstance(result, dict):
+            self.returned = {key: value for key, value in result.items() if key != "loss"}
+        return self
+
+    def detach(self) -> None:
+        """Let go of the graph of what was returned, as Lightning does."""
+        self.returned = recursive_detach(self.returned)
 
     def leaves(self) -> dict[str, Any]:
         """Return the changed things by a name for messages, each an item of its own."""
         found = {f"self.{name} (item {i})": item for name, items in self.added.items() for i, item in enumerate(items)}
         found |= {f"self.{name}": value for name, value in self.set.items()}
-        return found | {f"self.{n}[{k!r}]": v for n, items in self.keyed.items() for k, v in items.items()}
+        found |= {f"self.{n}[{k!r}]": v for n, items in self.keyed.items() for k, v in items.items()}
+        return found | {f"the returned {key!r}": value for key, value in self.returned.items()}
 
     def with_leaves(self, leaves: dict[str, Any]) -> Effects:
         """Return the same changes with other things in their place."""
         values = iter(leaves.values())
         added = {name: [next(values) for _ in items] for name, items in self.added.items()}
         new = {name: next(values) for name in self.set}
-        return Effects(added, new, {name: {k: next(values) for k in items} for name, items in self.keyed.items()})
+        keyed = {name: {k: next(values) for k in items} for name, items in self.keyed.items()}
+        return Effects(added, new, keyed, {key: next(values) for key in self.returned})
 
     def apply(self, module: LightningModule) -> None:
         """Make the changes."""
@@ -140,7 +155,7 @@ def joined(name: str, items: Sequence[Any], sizes: Sequence[int]) -> Any:
         for item, size in zip(items, sizes, strict=True)
     ):
         return torch.cat(list(items))
-    if not isinstance(first, Tensor) and all(item == first for item in items):
+    if isinstance(first, _PLAIN) and all(item == first for item in items):
         return first
     raise UnsupportedError(
         explain(
