@@ -188,10 +188,10 @@ class StagePass:
         self._trace.__exit__(None, None, None)
         try:
             output = self._run_block(number, original, args, kwargs)
+            leaves = pytree.tree_leaves(output)
+            self._trace.rows(*(leaf for leaf in leaves if isinstance(leaf, Tensor)), *self._attributes(number))
         finally:
             self._trace.__enter__()
-        self._trace.rows(*(leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)))
-        self._trace.rows(*self._attributes(number))
         return output
 
     def _attributes(self, number: int) -> list[Tensor]:

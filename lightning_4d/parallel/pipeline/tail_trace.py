@@ -154,6 +154,7 @@ class TailTrace(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.open = False
+        self._has_begun = False
         self.leaves: list[LeafValue] = []
         self.constants: list[Tensor] = []
         self.numbers: list[float] = []
@@ -168,7 +169,7 @@ class TailTrace(TorchFunctionMode):
         self._constant_places: dict[int, int] = {}
 
     def __enter__(self) -> TailTrace:
-        self.open = True
+        self.open = self._has_begun = True
         super().__enter__()
         return self
 
@@ -185,9 +186,10 @@ class TailTrace(TorchFunctionMode):
     def rows(self, *tensors: Any) -> None:
         """Name tensors whose dim 0, or an image of it, runs over samples.
 
-        While the trace is on: hidden states, with which the tail begins. Before it is on: entries of the batch.
+        Once the trace has begun: hidden states, with which the tail begins. Before: entries of the batch. It is cheaper
+        while the trace is not on, since it looks at the tensors.
         """
-        self.in_tail = self.in_tail or self.open
+        self.in_tail = self.in_tail or self._has_begun
         for tensor in tensors:
             if isinstance(tensor, Tensor):
                 self._tag(tensor, ROWS)
