@@ -7,6 +7,7 @@ and a division.
 
 from __future__ import annotations
 
+import functools
 import operator
 import weakref
 from collections.abc import Callable, Iterator
@@ -345,10 +346,11 @@ class TailTrace(TorchFunctionMode):
             return result
         if result is None:
             result = func(*args, **kwargs)
-        if operation_name(func) == "setitem":
+        name = operation_name(func)
+        if name == "setitem":
             self.replayable = False
             self._tag(args[0], MIXED if mixed else ROWS)
-        elif operation_name(func) not in _CONTENT_FREE:
+        elif name not in _CONTENT_FREE:
             several = isinstance(result, (tuple, list))
             for item, tensor in enumerate(result if several else (result,)):
                 if isinstance(tensor, Tensor):
@@ -402,6 +404,7 @@ class TailTrace(TorchFunctionMode):
         return Constant(place, tensor.ndim)
 
 
+@functools.lru_cache(maxsize=4096)
 def _in_place(func: Any) -> bool:
     """Whether a torch function changes its first argument, by its name: `add_`, `__iadd__`."""
     name = getattr(func, "__name__", "")
