@@ -16,14 +16,6 @@ from tests.modules import MLP, TinyGPT
 from tests.strategies.scenarios import error_of, quiet, sharded, trainer_with
 
 
-@pytest.mark.parametrize(("one", "other"), [("pipeline", "tensor"), ("pipeline", "context"), ("context", "tensor")])
-def test_axes_that_are_not_proven_together_are_refused_by_name(one, other, monkeypatch):
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    sizes = {f"{one}_parallel_size": 2, f"{other}_parallel_size": 2}
-    with pytest.raises(UnsupportedError, match=r"do not work together yet.*keep one of them above 1"):
-        trainer_with(lambda: NDStrategy(**sizes))()
-
-
 def test_a_layout_that_does_not_fit_is_refused_when_the_trainer_is_made():
     with pytest.raises(LayoutError) as too_few:
         trainer_with(lambda: NDStrategy(data_parallel_replicate_size=2, data_parallel_shard_size=2))()
