@@ -594,9 +594,9 @@ class _Shared:
     def make_equal(self) -> None:
         """Take the first rank's values. Which ranks must call: all of the group."""
         for parameter in self.parameters():
-            local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+            local = _local(parameter.detach())
             if local.numel():
-                dist.broadcast(local.detach(), self._source, group=self._group)
+                dist.broadcast(local, self._source, group=self._group)
 
     @torch.no_grad()
     def sum_gradients(self, made: Gradients) -> None:
@@ -608,11 +608,16 @@ class _Shared:
             if parameter not in made:
                 made[parameter] = torch.zeros_like(parameter)
         for dtype in {made[p].dtype for p in trained}:
-            gradients = [made[p] for p in trained if made[p].dtype == dtype]
+            gradients = [_local(made[p]) for p in trained if made[p].dtype == dtype]
             flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
             dist.all_reduce(flat, group=self._group)
             for gradient, total in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
                 gradient.copy_(total.view_as(gradient))
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """What this rank holds: ranks of one pipeline hold the same part."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 _STEP = {

@@ -11,7 +11,7 @@ from torch.optim import SGD, Optimizer
 from torchmetrics import MeanMetric
 
 from lightning_4d import HSDPStrategy, NDStrategy
-from lightning_4d.errors import LayoutError, UnsupportedError
+from lightning_4d.errors import LayoutError
 from tests.modules import MLP, TinyGPT
 from tests.strategies.scenarios import error_of, quiet, sharded, trainer_with
 
