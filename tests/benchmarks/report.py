@@ -28,13 +28,18 @@ def processor() -> str:
 
 def write_section(name: str, rows: list[dict[str, str]]) -> None:
     """Put a table of ``rows`` between ``<!-- bench:NAME -->`` and ``<!-- /bench -->`` in README.md."""
+    columns = list(rows[0])
+    lines = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
+    lines += ["| " + " | ".join(row.values()) + " |" for row in rows]
+    write_lines(name, [f"{machine()}:", "", *lines])
+
+
+def write_lines(name: str, lines: list[str]) -> None:
+    """Put ``lines`` between ``<!-- bench:NAME -->`` and ``<!-- /bench -->`` in README.md."""
     start, end = f"<!-- bench:{name} -->", "<!-- /bench -->"
     text = README.read_text()
     if start not in text:
         raise SystemExit(f"README.md has no {start}")
     head, rest = text.split(start, 1)
     tail = rest.split(end, 1)[1]
-    columns = list(rows[0])
-    lines = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
-    lines += ["| " + " | ".join(row.values()) + " |" for row in rows]
-    README.write_text(f"{head}{start}\n{machine()}:\n\n" + "\n".join(lines) + f"\n{end}{tail}")
+    README.write_text(f"{head}{start}\n" + "\n".join(lines) + f"\n{end}{tail}")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from tests.benchmarks.report import README
+from tests.compatibility import table
 from tests.grid import FEATURES, WHOLE, Case, References, check, pruned, recorded
 
 PRUNED = pruned()
@@ -30,3 +32,7 @@ def test_the_default_grid_has_every_combination_feature_and_module():
     assert {case.module for case in PRUNED} == {case.module for case in WHOLE}
     for feature in FEATURES:
         assert sum(case.feature == feature for case in PRUNED) >= 2, feature
+
+
+def test_the_table_in_the_readme_is_that_of_the_grid():
+    assert "\n".join(table()) in README.read_text()
