@@ -56,6 +56,7 @@ from lightning_4d.strategies.failure import Failure
 from lightning_4d.strategies.model_ranks import ContextOptions, ModelRanks, install_context
 from lightning_4d.strategies.pipeline_metrics import normalise_over, reduce_over
 from lightning_4d.strategies.pipeline_steps import PipelineOptions, PipelineSteps
+from lightning_4d.strategies.placement import say_what_crosses
 from lightning_4d.strategies.precision import adapt_precision_plugin
 from lightning_4d.strategies.support import (
     converts_to,
@@ -326,6 +327,8 @@ class NDStrategy(ParallelStrategy):
             options = replace(options, reshard_after_forward=options.reshard_after_forward is True)
         self._tensor = divide(module, blocks, self.mesh, self._tensor_options)
         distribute = None if self._tensor is None else self._tensor.distribute
+        plan = None if self._tensor is None else self._tensor.plan
+        say_what_crosses(self.layout, self.num_processes, blocks, plan, self.root_device)
         data = shard(module, blocks, self.mesh, self.root_device, options, self._initialization, released, distribute)
         if self._tensor is not None:
             self._tensor.open_boundaries(data.units)
