@@ -9,5 +9,15 @@ from lightning_4d.rehearsal.observe import Communications
 from lightning_4d.rehearsal.placed import RehearsalOptions
 from lightning_4d.rehearsal.rehearse import rehearse
 from lightning_4d.rehearsal.result import Collectives, Rehearsal
+from lightning_4d.rehearsal.table import print_rehearsal
 
-__all__ = ["Collectives", "Communications", "Llama", "LlamaSizes", "Rehearsal", "RehearsalOptions", "rehearse"]
+__all__ = [
+    "Collectives",
+    "Communications",
+    "Llama",
+    "LlamaSizes",
+    "Rehearsal",
+    "RehearsalOptions",
+    "print_rehearsal",
+    "rehearse",
+]
