@@ -24,6 +24,7 @@ from lightning_4d.parallel.pipeline.record import StepRecord
 from lightning_4d.parallel.pipeline.schedule import check_microbatches, choose_microbatches, find_schedule, stage_ranks
 from lightning_4d.parallel.pipeline.split import check_count
 from lightning_4d.parallel.tensor import TensorOptions, TensorParallel, divide
+from lightning_4d.strategies.crossings import Crossings
 from lightning_4d.strategies.fake_step import record_step
 from lightning_4d.rehearsal.costs import split_by_cost
 from lightning_4d.strategies.pipeline_split import split_by_name
@@ -135,9 +136,12 @@ def place(trainer: Trainer, module: LightningModule, batch: Any, mesh: Mesh, opt
     distribute = None if tensor is None else tensor.distribute
     reshard = options.reshard_after_forward if stages is None else options.reshard_after_forward is True
     data_options = DataParallelOptions(reshard_after_forward=reshard)
+    boundaries = None if tensor is None or mesh.parameter_size == 1 else tensor.boundaries()
+    if boundaries is not None:
+        boundaries.install_inside()
     data = shard(module, blocks, mesh, _CPU, data_options, MetaInitialization(), released, distribute)
-    if tensor is not None:
-        tensor.open_boundaries(data.units)
+    if boundaries is not None:
+        boundaries.install_outside()
     if context is not None:
         context.install_outside()
     if options.precision == "bf16-mixed":
@@ -146,7 +150,14 @@ def place(trainer: Trainer, module: LightningModule, batch: Any, mesh: Mesh, opt
         kind, group = find_schedule(options.pipeline_schedule), mesh["pp"].get_group()
         surroundings = trainer.precision_plugin.train_step_context
         stages.pipeline = Pipeline(
-            module, stages.plan, stages.parameter_stages, group, _CPU, kind, surroundings
+            module,
+            stages.plan,
+            stages.parameter_stages,
+            group,
+            _CPU,
+            kind,
+            surroundings,
+            Crossings(context, tensor),
         )
         stages.shared = tuple(_shared(module, stages, mesh))
     return Placed(module, data, blocks, tensor, context, stages)
