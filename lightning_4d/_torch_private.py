@@ -757,7 +757,7 @@ def _group_of(argument: Any) -> dist.ProcessGroup:
 
 
 def is_fake(tensor: Any) -> bool:
-    """Whether a tensor has no data (``FakeTensor``, the kind that :func:`fake_tensor_mode` makes; private up to 2.13)."""
+    """Whether a tensor has no data: one of :func:`fake_tensor_mode` (``FakeTensor`` is private up to 2.13)."""
     from torch._subclasses.fake_tensor import FakeTensor
 
     return isinstance(tensor, FakeTensor)

@@ -122,7 +122,7 @@ def _add_draw(commands: Any) -> None:
     draw.add_argument("--schedule", help="a pipeline schedule, e.g. 1f1b, interleaved_1f1b, zbv")
     draw.add_argument("--microbatches", type=int, default=8)
     draw.add_argument("--chunks", type=int, default=2, help="stages of each rank, of interleaved schedules")
-    draw.add_argument("--output", help="a PNG or SVG file; without it the text form is printed")
+    draw.add_argument("--output", nargs="+", help="PNG, SVG or text files (.txt); without any the text form is printed")
     draw.set_defaults(run=_draw)
 
 
@@ -140,7 +140,7 @@ def _add_rehearse(commands: Any) -> None:
     parser.add_argument("--rank", type=int, default=0)
     parser.add_argument("--seq-len", type=int, help="of a preset: tokens of a sample, if not the model's own")
     parser.add_argument("--batch", type=int, help="of a preset: samples of a data-parallel rank and step; default pp")
-    parser.add_argument("--batch-shape", help="of a class: its batch, e.g. int64:8x128,int64:8x128; default its loader's")
+    parser.add_argument("--batch-shape", help="of a class: its batch, e.g. int64:8x128; default its loader's")
     parser.add_argument("--precision", default="bf16-mixed", help="the Trainer's")
     parser.add_argument("--blocks", default="auto", help="the container of the repeated layers")
     parser.add_argument("--sequence-parallel", action="store_true")
@@ -241,23 +241,28 @@ def _draw_plan(found: Search, folder: Path, suffix: str) -> list[Path]:
 
 
 def _draw(options: argparse.Namespace) -> None:
+    text, draw = _drawn(options)
+    if not options.output:
+        print(text())
+    for output in map(Path, options.output or ()):
+        if output.suffix.lower() == ".txt":
+            output.write_text(text() + "\n")
+        else:
+            draw(output)
+        print(f"wrote {output}")
+
+
+def _drawn(options: argparse.Namespace) -> tuple[Callable[[], str], Callable[[Path], None]]:
+    """Return what makes the text form, and what makes the picture."""
     from lightning_4d.planner import timeline
     from lightning_4d.visual import Cell, draw_mesh, draw_schedule, mesh_text, schedule_text
 
-    layout = ParallelLayout.parse(options.layout)
-    if options.schedule:
-        work = timeline(options.schedule, layout.pipeline_parallel_size, options.microbatches, options.chunks)
-        cells = [Cell(*each) for each in work]
-        if not options.output:
-            print(schedule_text(cells))
-            return
-        draw_schedule(cells, options.output, options.schedule)
-    elif not options.output:
-        print(mesh_text(layout, options.gpus_per_node))
-        return
-    else:
-        draw_mesh(layout, options.gpus_per_node, options.output)
-    print(f"wrote {options.output}")
+    layout, per_node = ParallelLayout.parse(options.layout), options.gpus_per_node
+    if not options.schedule:
+        return lambda: mesh_text(layout, per_node), lambda path: draw_mesh(layout, per_node, path)
+    work = timeline(options.schedule, layout.pipeline_parallel_size, options.microbatches, options.chunks)
+    cells = [Cell(*each) for each in work]
+    return lambda: schedule_text(cells), lambda path: draw_schedule(cells, path, options.schedule)
 
 
 def _rehearse(options: argparse.Namespace) -> None:

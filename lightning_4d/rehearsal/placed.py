@@ -10,7 +10,7 @@ from typing import Any, Literal, cast
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_4d.absent import Released, is_absent
 from lightning_4d.mesh import Mesh
@@ -24,9 +24,9 @@ from lightning_4d.parallel.pipeline.record import StepRecord
 from lightning_4d.parallel.pipeline.schedule import check_microbatches, choose_microbatches, find_schedule, stage_ranks
 from lightning_4d.parallel.pipeline.split import check_count
 from lightning_4d.parallel.tensor import TensorOptions, TensorParallel, divide
+from lightning_4d.rehearsal.costs import split_by_cost
 from lightning_4d.strategies.crossings import Crossings
 from lightning_4d.strategies.fake_step import record_step
-from lightning_4d.rehearsal.costs import split_by_cost
 from lightning_4d.strategies.pipeline_split import split_by_name
 from lightning_4d.strategies.pipeline_steps import _Shared as SharedParameters
 

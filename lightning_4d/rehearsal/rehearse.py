@@ -277,7 +277,7 @@ def _refuse_process_group() -> None:
 @contextmanager
 def _constant_buffers() -> Iterator[None]:
     """Take buffers as constant: whether training changes them is seen from values."""
-    with mock.patch("lightning_4d.parallel.data.buffers.fingerprint", lambda _: (0, 0)):
+    with mock.patch("lightning_4d.parallel.data.buffers.fingerprint", return_value=(0, 0)):
         yield
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from lightning.pytorch import Trainer
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from lightning_4d.parallel.pipeline.handover import Gradients, give_gradients, loss_with_backward, take_gradients
 from lightning_4d.rehearsal.observe import Communications
@@ -17,7 +18,9 @@ from lightning_4d.strategies.fake_step import require_loss
 __all__ = ["run_step"]
 
 
-def run_step(trainer: Trainer, placed: Placed, batch: Any, seen: Communications, *, microbatches: int | None = None) -> int:
+def run_step(
+    trainer: Trainer, placed: Placed, batch: Any, seen: Communications, *, microbatches: int | None = None
+) -> int:
     """Run one step, and leave reduced gradients; return the bytes of gradients that were whole at its end.
 
     Args:
@@ -45,7 +48,7 @@ def _run_stages(placed: Placed, stages: Stages, step: Callable[..., Any], microb
 
     def train(_: Any) -> Tensor:
         made = _run_schedule(placed, stages, step, microbatches)
-        whole.append(sum(gradient.numel() * gradient.element_size() for gradient in made.values()))
+        whole.append(sum(map(_bytes, made.values())))
         return loss_with_backward(torch.zeros(()), lambda _: _deliver(placed, stages, made))
 
     loss = placed.data.run_training_step(train, None)
@@ -79,12 +82,17 @@ def _deliver(placed: Placed, stages: Stages, made: Gradients) -> None:
     placed.data.end_schedule()
 
 
+def _bytes(gradient: Tensor) -> int:
+    local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+    return local.numel() * local.element_size()
+
+
 class _Losses:
     """Takes the losses of microbatches on the last stage, as the mean over the batch."""
 
     def trace(self, microbatch: int, *, is_last: bool) -> None:
         """Nothing follows the user's code."""
-        return None
+        return
 
     def finished(self, microbatch: int, result: Any) -> Tensor:
         """Return what the backward starts from."""
