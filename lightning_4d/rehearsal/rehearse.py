@@ -93,6 +93,8 @@ class _Run:
         self._step(microbatches=2)  # the first step agrees on things, and chooses in which dtype to gather
         gradients = sum(_bytes(p.grad) for p in self._parameters() if p.grad is not None)
         states = sum(_state_bytes(optimizer) for optimizer in optimizers)
+        if self.placed.data.gathers_in_low_precision:
+            self._step(microbatches=1)  # gathered weights of another dtype come into being
         calls, sizes, activations, whole = self._measured(layout)
         return Rehearsal(
             layout=str(layout),
