@@ -12,11 +12,13 @@ from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
+import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.core.optimizer import _init_optimizers_and_lr_schedulers
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torchmetrics import Metric
 
 from lightning_4d import _torch_private as private
 from lightning_4d.errors import UnsupportedError, explain
@@ -67,6 +69,7 @@ def rehearse(
         with mode:
             module = build()
         module.train()
+        _silence(module)
         trainer = _trainer(module, options.precision)
         batch = _loaded(module) if batch is None else batch
         placed = place(trainer, module, batch, mesh, options)
@@ -250,6 +253,21 @@ def _trainer(module: LightningModule, precision: Any) -> Trainer:
     trainer.strategy.connect(module)
     module.trainer = trainer
     return trainer
+
+
+def _silence(module: LightningModule) -> None:
+    """Let logging and metrics do nothing: there is no loop that takes what they give, and no value."""
+    vars(module).update(log=_nothing, log_dict=_nothing)
+    for child in module.modules():
+        if isinstance(child, Metric):
+            vars(child).update(update=_nothing, forward=_zero, compute=_zero, reset=_nothing)
+
+
+def _nothing(*_: Any, **__: Any) -> None: ...
+
+
+def _zero(*_: Any, **__: Any) -> Tensor:
+    return torch.zeros(())
 
 
 def _loaded(module: LightningModule) -> Any:

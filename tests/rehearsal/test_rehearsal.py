@@ -56,7 +56,13 @@ def test_a_rehearsed_rank_is_that_of_a_real_run(pool, text, precision, options):
 
 
 FACTS = ModelFacts(8, 1024, 8, 8, 128, 2816, 3, 8192, 1024, name="small llama")
-PLANNED = [("dp1x8", 0), ("dp1x4.tp2", 1), ("pp4.dp1x2", 0), ("pp4.dp1x2", 7), ("pp4.dp1x2.tp2", 0)]
+PLANNED = [
+    ("dp1x4.tp2", 1),
+    ("pp4.dp1x2", 7),
+    pytest.param("dp1x8", 0, marks=slow),
+    pytest.param("pp4.dp1x2", 0, marks=slow),
+    pytest.param("pp4.dp1x2.tp2", 0, marks=slow),
+]
 
 
 def planned(layout, micro_batches):
