@@ -312,8 +312,8 @@ def _batch_of(options: argparse.Namespace) -> Any:
     from lightning_4d.planner.counted import parse_batch
 
     # Of one element each, seen in the shape that is asked for.
-    tensors = tuple(torch.zeros((), dtype=dtype).expand(shape) for dtype, shape in parse_batch(options.batch_shape))
-    return tensors if len(tensors) > 1 else tensors[0]
+    tensors = [torch.zeros((), dtype=dtype).expand(shape) for dtype, shape in parse_batch(options.batch_shape)]
+    return tuple(tensors) if len(tensors) > 1 else tensors[0]
 
 
 def _consolidate(options: argparse.Namespace) -> None:

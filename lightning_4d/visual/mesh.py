@@ -149,7 +149,7 @@ class _Detail:
 
         ranks = _ranks(self.layout, self.per_node, node)
         size = (self.wide + 0.06, self.tall + _HEAD)
-        style = {"boxstyle": "round,pad=0.12", "facecolor": GREY, "edgecolor": "#AAAAAA"}
+        style: dict[str, Any] = {"boxstyle": "round,pad=0.12", "facecolor": GREY, "edgecolor": "#AAAAAA"}
         axes.add_patch(FancyBboxPatch((left - 0.03, top), *size, **style))
         axes.text(left + 0.05, top + 0.5 * _HEAD, f"node {node}", fontsize=8.5, va="center", color=INK)
         for place, rank in enumerate(ranks):
