@@ -689,3 +689,77 @@ _CALL, _COMPILED_CALL = "_call_impl", "_lightning_4d_compiled_call"
 def storage_key(tensor: Tensor) -> int:
     """Return what tensors that share memory have in common, also fake ones (the address of their storage object)."""
     return tensor.untyped_storage()._cdata
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# torch.distributed: a process group of one process, and what collectives look like below autograd
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def fake_process_group(rank: int, world_size: int) -> Iterator[None]:
+    """Be rank ``rank`` of ``world_size`` ranks of which no other exists: collectives return at once, values are wrong.
+
+    Reason: the only way to set up one rank of a large job on one machine; torch (2.11 to 2.13) keeps it among its test
+    tools. ``fake_collectives`` teaches fake tensors what the collectives return.
+    """
+    import torch.distributed._tools.fake_collectives  # noqa: F401
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+# c10d operators by the collective that they are; which argument holds the tensor whose bytes count, the whole one.
+_COLLECTIVES = {
+    "allreduce_": ("all_reduce", 0),
+    "allreduce_coalesced_": ("all_reduce", 0),
+    "allgather_": ("all_gather", 0),
+    "_allgather_base_": ("all_gather", 0),
+    "allgather_into_tensor_coalesced_": ("all_gather", 0),
+    "reduce_scatter_": ("reduce_scatter", 1),
+    "_reduce_scatter_base_": ("reduce_scatter", 1),
+    "reduce_scatter_tensor_coalesced_": ("reduce_scatter", 1),
+    "alltoall_": ("all_to_all", 1),
+    "alltoall_base_": ("all_to_all", 1),
+    "broadcast_": ("broadcast", 0),
+    "reduce_": ("reduce", 0),
+    "gather_": ("gather", 0),
+    "scatter_": ("scatter", 1),
+    "send": ("send", 0),
+    "recv_": ("recv", 0),
+    "recv_any_source_": ("recv", 0),
+}
+
+
+def collective_of(operation: Any, arguments: Sequence[Any]) -> tuple[str, tuple[int, ...], int] | None:
+    """Return what a dispatched operation communicates: the collective, the global ranks, the bytes; None for others.
+
+    Bytes are those of the whole tensor: of what an all-gather returns, of what a reduce-scatter takes. A message from
+    rank to rank counts on both sides. Barriers count as none.
+    Reason: collectives pass the dispatcher as operators of ``torch.ops.c10d``, which has no public description (2.13).
+    """
+    if not isinstance(operation, torch._ops.OpOverload) or operation.namespace != "c10d":
+        return None
+    name = operation.name().removeprefix("c10d::").partition(".")[0]
+    if "barrier" in name:
+        return None
+    kind, position = _COLLECTIVES[name]  # one that is not known is an error, not a zero
+    group = next(_group_of(argument) for argument in arguments if isinstance(argument, torch.ScriptObject))
+    ranks = tuple(dist.get_process_group_ranks(group))
+    tensors = [leaf for leaf in tree_leaves(arguments[position]) if isinstance(leaf, Tensor)]
+    return kind, ranks, sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def _group_of(argument: Any) -> dist.ProcessGroup:
+    return dist.ProcessGroup.unbox(argument)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def is_fake(tensor: Any) -> bool:
+    """Whether a tensor has no data: one of :func:`fake_tensor_mode` (``FakeTensor`` is private up to 2.13)."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return isinstance(tensor, FakeTensor)

@@ -7,7 +7,7 @@ import importlib
 import json
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -50,6 +50,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_explain(commands)
     _add_plan(commands)
     _add_draw(commands)
+    _add_rehearse(commands)
     return parser
 
 
@@ -121,8 +122,34 @@ def _add_draw(commands: Any) -> None:
     draw.add_argument("--schedule", help="a pipeline schedule, e.g. 1f1b, interleaved_1f1b, zbv")
     draw.add_argument("--microbatches", type=int, default=8)
     draw.add_argument("--chunks", type=int, default=2, help="stages of each rank, of interleaved schedules")
-    draw.add_argument("--output", help="a PNG or SVG file; without it the text form is printed")
+    draw.add_argument("--output", nargs="+", help="PNG, SVG or text files (.txt); without any the text form is printed")
     draw.set_defaults(run=_draw)
+
+
+def _add_rehearse(commands: Any) -> None:
+    parser = commands.add_parser(
+        "rehearse",
+        help="set up one rank of a layout of any size here, and say what it holds and communicates",
+        description="Set up one rank of a layout in this process, by the mechanisms of a real run but without other "
+        "ranks and without memory for tensors; print its parameters, gradients, optimizer states and activations, and "
+        "the collectives of one step by axis.",
+    )
+    parser.add_argument("--model", required=True, help="a Llama preset (llama3-405b, ...) or package.module:Class")
+    parser.add_argument("--init-args", default="{}", help="arguments of the class as JSON, such as '{\"dim\": 64}'")
+    parser.add_argument("--layout", required=True, help="e.g. pp16.dp1x128.cp1.tp8")
+    parser.add_argument("--rank", type=int, default=0)
+    parser.add_argument("--seq-len", type=int, help="of a preset: tokens of a sample, if not the model's own")
+    parser.add_argument("--batch", type=int, help="of a preset: samples of a data-parallel rank and step; default pp")
+    parser.add_argument("--batch-shape", help="of a class: its batch, e.g. int64:8x128; default its loader's")
+    parser.add_argument("--precision", default="bf16-mixed", help="the Trainer's")
+    parser.add_argument("--blocks", default="auto", help="the container of the repeated layers")
+    parser.add_argument("--sequence-parallel", action="store_true")
+    parser.add_argument("--context-parallel-attention", default="ring", choices=("ring", "ulysses", "hybrid"))
+    parser.add_argument("--pipeline-schedule", default="1f1b")
+    parser.add_argument("--num-microbatches", type=int, help="of pipeline stages; default as many as suit the schedule")
+    parser.add_argument("--gpus-per-node", type=int, default=8)
+    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    parser.set_defaults(run=_rehearse)
 
 
 def _plan(options: argparse.Namespace) -> None:
@@ -214,23 +241,79 @@ def _draw_plan(found: Search, folder: Path, suffix: str) -> list[Path]:
 
 
 def _draw(options: argparse.Namespace) -> None:
+    text, draw = _drawn(options)
+    if not options.output:
+        print(text())
+    for output in map(Path, options.output or ()):
+        if output.suffix.lower() == ".txt":
+            output.write_text(text() + "\n")
+        else:
+            draw(output)
+        print(f"wrote {output}")
+
+
+def _drawn(options: argparse.Namespace) -> tuple[Callable[[], str], Callable[[Path], None]]:
+    """Return what makes the text form, and what makes the picture."""
     from lightning_4d.planner import timeline
     from lightning_4d.visual import Cell, draw_mesh, draw_schedule, mesh_text, schedule_text
 
+    layout, per_node = ParallelLayout.parse(options.layout), options.gpus_per_node
+    if not options.schedule:
+        return lambda: mesh_text(layout, per_node), lambda path: draw_mesh(layout, per_node, path)
+    work = timeline(options.schedule, layout.pipeline_parallel_size, options.microbatches, options.chunks)
+    cells = [Cell(*each) for each in work]
+    return lambda: schedule_text(cells), lambda path: draw_schedule(cells, path, options.schedule)
+
+
+def _rehearse(options: argparse.Namespace) -> None:
+    from rich.console import Console
+
+    from lightning_4d.rehearsal import RehearsalOptions, print_rehearsal, rehearse
+
     layout = ParallelLayout.parse(options.layout)
-    if options.schedule:
-        work = timeline(options.schedule, layout.pipeline_parallel_size, options.microbatches, options.chunks)
-        cells = [Cell(*each) for each in work]
-        if not options.output:
-            print(schedule_text(cells))
-            return
-        draw_schedule(cells, options.output, options.schedule)
-    elif not options.output:
-        print(mesh_text(layout, options.gpus_per_node))
-        return
+    chosen = RehearsalOptions(
+        blocks=options.blocks,
+        pipeline_schedule=options.pipeline_schedule,
+        num_microbatches=options.num_microbatches or "auto",
+        sequence_parallel=options.sequence_parallel,
+        context_parallel_attention=options.context_parallel_attention,
+        precision=options.precision,
+        gpus_per_node=options.gpus_per_node,
+    )
+    found = rehearse(_builder(options, layout), layout, options.rank, chosen, _batch_of(options))
+    if options.json:
+        print(json.dumps(found.to_json(), indent=2))
     else:
-        draw_mesh(layout, options.gpus_per_node, options.output)
-    print(f"wrote {options.output}")
+        print_rehearsal(found, Console(width=None if sys.stdout.isatty() else 120))
+
+
+def _builder(options: argparse.Namespace, layout: ParallelLayout) -> Callable[[], Any]:
+    """Return what makes the model: a Llama of a preset's sizes, or the user's class."""
+    from lightning_4d.planner.presets import MODELS
+    from lightning_4d.rehearsal import Llama, LlamaSizes
+
+    facts = MODELS.get(options.model)
+    if facts is None:
+        return lambda: _build(options.model.replace(":", "."), options.init_args)
+    if facts.ffn_matrices != 3 or facts.positions:
+        known = ", ".join(name for name, one in MODELS.items() if one.ffn_matrices == 3 and not one.positions)
+        raise UnsupportedError(explain(f"--model {options.model}", f"presets to rehearse are {known}", "name a class"))
+    counts = (facts.layers, facts.hidden, facts.heads, facts.kv_heads, facts.ffn_hidden, facts.vocab)
+    sizes = LlamaSizes(*(int(count) for count in counts), tied=bool(facts.tied))
+    batch = options.batch or layout.pipeline_parallel_size
+    return lambda: Llama(sizes, options.seq_len or int(facts.seq_len), batch)
+
+
+def _batch_of(options: argparse.Namespace) -> Any:
+    if options.batch_shape is None:
+        return None
+    import torch
+
+    from lightning_4d.planner.counted import parse_batch
+
+    # Of one element each, seen in the shape that is asked for.
+    tensors = [torch.zeros((), dtype=dtype).expand(shape) for dtype, shape in parse_batch(options.batch_shape)]
+    return tuple(tensors) if len(tensors) > 1 else tensors[0]
 
 
 def _consolidate(options: argparse.Namespace) -> None:

@@ -22,7 +22,17 @@ from typing import Literal, NamedTuple, SupportsIndex, TypeGuard
 
 from lightning_4d.errors import LayoutError, explain
 
-__all__ = ["AUTO", "AXES", "ModelSizes", "ParallelLayout", "Size", "axis_conflict", "hsdp_sizes", "model_conflicts"]
+__all__ = [
+    "AUTO",
+    "AXES",
+    "AxisLink",
+    "ModelSizes",
+    "ParallelLayout",
+    "Size",
+    "axis_conflict",
+    "hsdp_sizes",
+    "model_conflicts",
+]
 
 Size = int | Literal["auto"]
 """A size as a user writes it: a positive int, or "auto" for what remains after the other sizes."""
@@ -234,6 +244,53 @@ class ParallelLayout:
             ranks = [base * size + index for base in ranks for index in indices]
         return ranks
 
+    def groups(self, axis: str) -> list[list[int]]:
+        """Return all groups of ranks that communicate along `axis`: each ascending, in the order of their first ranks.
+
+        Raises:
+            LayoutError: an unknown axis.
+
+        >>> ParallelLayout.parse("dp2.tp2").groups("dp_shard")
+        [[0, 2], [1, 3]]
+        """
+        self._checked_axes([axis])
+        size, stride = self.axis_sizes[axis], self.stride(axis)
+        firsts = (base + offset for base in range(0, self.world_size, size * stride) for offset in range(stride))
+        return [list(range(first, first + size * stride, stride)) for first in firsts]
+
+    def stride(self, axis: str) -> int:
+        """Return how far apart the numbers of neighbours along `axis` are.
+
+        Raises:
+            LayoutError: an unknown axis.
+
+        >>> ParallelLayout.parse("dp2x2.tp2").stride("dp_replicate")
+        4
+        """
+        self._checked_axes([axis])
+        return prod(self.sizes[AXES.index(axis) + 1 :])
+
+    def axis_link(self, axis: str, per_node: int) -> AxisLink:
+        """Return over which links the ranks of each group along `axis` communicate, on nodes of `per_node` ranks.
+
+        Node n holds the ranks from n * `per_node` on.
+
+        Raises:
+            LayoutError: an unknown axis, or `per_node` is not an int of at least 1.
+
+        >>> ParallelLayout.parse("dp2.tp8").axis_link("tp", 8), ParallelLayout.parse("dp2.tp8").axis_link("tp", 4)
+        (AxisLink(axis='tp', groups=2, crossing=0), AxisLink(axis='tp', groups=2, crossing=2))
+        """
+        node = _checked_count("per_node", per_node)
+        groups = self.world_size // self.axis_sizes[axis] if axis in AXES else len(self.groups(axis))
+        size, stride = self.axis_sizes[axis], self.stride(axis)
+        span = size * stride
+        if size == 1 or node % span == 0:  # also the usual case of a layout of 16,384 ranks
+            return AxisLink(axis, groups, 0)
+        firsts = (base + offset for base in range(0, self.world_size, span) for offset in range(stride))
+        crossing = sum(first // node != (first + span - stride) // node for first in firsts)
+        return AxisLink(axis, groups, crossing)
+
     def data_parallel_rank(self, rank: int) -> int:
         """Return which share of the samples `rank` reads, in ``0 .. data_parallel_size - 1``, replicate-major.
 
@@ -292,6 +349,19 @@ def hsdp_sizes(replicate: Size, shard: Size, world_size: int, num_nodes: int) ->
         raise LayoutError(explain(given, rule, request.remedy()))
     layout = request.resolve()
     return layout.data_parallel_replicate_size, layout.data_parallel_shard_size
+
+
+class AxisLink(NamedTuple):
+    """Over which links the groups of an axis communicate: `crossing` of all `groups` have ranks on several nodes."""
+
+    axis: str
+    groups: int
+    crossing: int
+
+    @property
+    def crosses(self) -> bool:
+        """Whether the links between nodes carry any of the axis' traffic."""
+        return self.crossing > 0
 
 
 class ModelSizes(NamedTuple):

@@ -101,3 +101,16 @@ def test_explain_shows_the_stages(capsys, monkeypatch):
     assert "blocks.2 to blocks.3" in printed
     assert main([*arguments, "--pipeline-split", "blocks.9"]) == 1
     assert "blocks.3" in capsys.readouterr().err
+
+
+def test_draw_writes_the_mesh_in_all_forms(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    files = [tmp_path / name for name in ("mesh.png", "mesh.svg", "mesh.txt")]
+    layout = ["--layout", "pp2.dp2x2.cp2.tp2", "--gpus-per-node", "8"]
+    assert main(["draw", *layout, "--output", *map(str, files)]) == 0
+    assert files[0].read_bytes().startswith(b"\x89PNG")
+    assert "<svg" in files[1].read_text()
+    capsys.readouterr()
+    assert main(["draw", *layout]) == 0
+    assert capsys.readouterr().out == files[2].read_text()
+    assert "pp 2: rank 0 meets 16; all 16 groups cross nodes" in files[2].read_text()

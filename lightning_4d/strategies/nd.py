@@ -60,6 +60,7 @@ from lightning_4d.strategies.failure import Failure
 from lightning_4d.strategies.model_ranks import ContextOptions, ModelRanks, install_context
 from lightning_4d.strategies.pipeline_metrics import normalise_over, reduce_over
 from lightning_4d.strategies.pipeline_steps import PipelineOptions, PipelineSteps
+from lightning_4d.strategies.placement import say_what_crosses
 from lightning_4d.strategies.precision import adapt_precision_plugin
 from lightning_4d.strategies.summary import describe_division
 from lightning_4d.strategies.support import (
@@ -337,6 +338,8 @@ class NDStrategy(ParallelStrategy):
         boundaries = None if self._tensor is None or self.mesh.parameter_size == 1 else self._tensor.boundaries()
         if boundaries is not None:
             boundaries.install_inside()
+        plan = None if self._tensor is None else self._tensor.plan
+        say_what_crosses(self.layout, self.num_processes, blocks, plan, self.root_device)
         data = shard(module, blocks, self.mesh, self.root_device, options, self._initialization, released, distribute)
         if boundaries is not None:
             boundaries.install_outside()

@@ -6,12 +6,15 @@ from functools import partial
 
 import pytest
 import torch
+from lightning.pytorch import Callback
 from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import nn
 
 from lightning_4d import NDStrategy
+from lightning_4d import _torch_private as private
 from tests.harness import compare, reference, train
 from tests.modules import EncoderStack, TinyGPT
+from tests.strategies.scenarios import quiet, trainer_with
 
 HSDP = partial(NDStrategy, data_parallel_replicate_size=2, data_parallel_shard_size=2)
 
@@ -182,3 +185,29 @@ def test_calls_from_outside_a_step_see_full_precision(pool):
     for (mine, my_samples), (theirs, their_samples) in zip(pool.run(2, sampled, NDStrategy), expected, strict=True):
         compare(mine, theirs, rtol=1e-6)
         assert my_samples == pytest.approx(their_samples, rel=1e-6)
+
+
+class Gathers(Callback):
+    """Notes, in each step, which parameters are gathered in another dtype than their own."""
+
+    def __init__(self):
+        self.seen = []
+
+    def on_before_backward(self, trainer, module, loss):
+        parameters = private.fsdp_parameters(trainer.strategy.data.units)
+        self.seen.append(sorted(p._param_fqn for p in parameters if p.param_dtype == torch.bfloat16))
+
+
+def gathers():
+    quiet()
+    gathered = Gathers()
+    settings = {"precision": "bf16-mixed", "max_steps": 3, "limit_val_batches": 0, "callbacks": [gathered]}
+    trainer = trainer_with(NDStrategy, **settings)()
+    trainer.fit(TinyGPT(layers=2))
+    return gathered.seen, sorted(trainer.strategy.data._low_precision.chosen_names)
+
+
+def test_chosen_weights_are_gathered_in_bf16_from_the_next_step_on(pool):
+    for seen, names in pool.run(2, gathers):
+        assert names
+        assert seen == [[], names, names]

@@ -35,22 +35,60 @@ def test_time_leaves_out_what_takes_none(tmp_path):
     assert "context" not in texts(tmp_path / "t.svg")
 
 
-@pytest.mark.parametrize("text", ["pp2.dp2x2.cp2.tp2", "tp8", "dp64", "pp4.dp256x8.tp8"])
-def test_mesh(tmp_path, text):
+MESHES = [("pp2.dp2x2.cp2.tp2", 8), ("tp8", 8), ("pp2.dp2x2.cp2.tp4", 8), ("dp64", 1), ("dp128", 64), ("dp6.tp2", 8)]
+
+
+@pytest.mark.parametrize(("text", "node"), MESHES)
+def test_mesh_shows_every_rank_with_its_place(tmp_path, text, node):
     layout = ParallelLayout.parse(text)
+    draw_mesh(layout, node, tmp_path / "mesh.svg")
+    shown = texts(tmp_path / "mesh.svg")
+    assert {str(rank) for rank in range(layout.world_size)} <= set(shown)
+    assert {f"node {number}" for number in range(-(-layout.world_size // node))} <= set(shown)
+    assert any(str(layout) in each for each in shown if each)
+
+
+@pytest.mark.parametrize(("text", "node"), [*MESHES[:3], ("pp16.dp1x128.cp1.tp8", 8), ("dp4x8", 72)])
+def test_texts_of_a_mesh_do_not_overlap(monkeypatch, tmp_path, text, node):
+    from lightning_4d.visual import mesh
+
+    figures = []
+    monkeypatch.setattr(mesh, "save", lambda figure, path: figures.append(figure))
+    draw_mesh(ParallelLayout.parse(text), node, tmp_path / "mesh.png")
+    figure = figures[0]
+    figure.canvas.draw()
+    written = [each for axes in figure.axes for each in axes.texts]
+    written += [*figure.legends[0].get_texts(), figure._suptitle]
+    boxes = [each.get_window_extent() for each in written if each.get_text()]
+    whole = figure.bbox
+    assert len(boxes) > 8
+    for index, box in enumerate(boxes):
+        assert whole.x0 <= box.x0
+        assert box.x1 <= whole.x1
+        assert not any(box.overlaps(other) for other in boxes[:index])
+
+
+def test_a_large_mesh_is_summed_up(tmp_path):
+    layout = ParallelLayout.parse("pp16.dp1x128.cp1.tp8")
     draw_mesh(layout, 8, tmp_path / "mesh.svg")
     shown = texts(tmp_path / "mesh.svg")
     assert "node 0" in shown
-    assert any(str(layout) in each for each in shown if each)
-    draw_mesh(layout, 8, tmp_path / "mesh.png")
+    assert "node 1" not in shown
+    assert any("all nodes" in each for each in shown if each)
+    assert any("all 1,024 groups cross nodes" in each for each in shown if each)
+    assert (tmp_path / "mesh.svg").stat().st_size < 3_000_000
+    text = mesh_text(layout, 8)
+    assert text.endswith("... and 2,040 nodes more")
+    assert len(text) < 5000
 
 
-def test_mesh_text_says_which_axes_cross_nodes():
+def test_mesh_text_says_which_groups_cross_nodes():
     text = mesh_text(ParallelLayout.parse("pp2.dp2x2.cp2.tp2"), 8)
-    assert "tp 2: ranks 0 1, inside a node" in text
-    assert "pp 2: ranks 0 16, across nodes" in text
-    assert mesh_text(ParallelLayout.parse("tp16"), 8).splitlines()[1].endswith("across nodes")
-    assert mesh_text(ParallelLayout.parse("dp1024"), 8).endswith("...")
+    assert "tp 2: rank 0 meets 1; inside nodes" in text
+    assert "pp 2: rank 0 meets 16; all 16 groups cross nodes" in text
+    assert "node 3: 24 [pp1 r1 s0 cp0 tp0]" in text
+    assert "1 of 3 groups cross nodes" in mesh_text(ParallelLayout.parse("dp3.tp2"), 3)
+    assert mesh_text(ParallelLayout.parse("tp16"), 8).splitlines()[1].endswith("all 1 groups cross nodes")
 
 
 def test_scatter(tmp_path):

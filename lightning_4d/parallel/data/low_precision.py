@@ -91,6 +91,7 @@ class LowPrecisionGather:
         dist.all_reduce(votes, op=dist.ReduceOp.MIN, group=self._group)
         self._chosen = [p for p, vote in zip(self._parameters, votes.tolist(), strict=True) if vote]
         self._observer = None
+        self._active = False  # nothing was chosen so far: the next training step puts the choice into effect
 
     def activate(self, active: bool) -> None:
         """Gather the chosen weights in lower precision, or as they are stored. All parameters must be sharded."""

@@ -286,6 +286,11 @@ class DataParallel:
             group = self.mesh.parameter_group
             self._low_precision = LowPrecisionGather(self.units, dtype, group, self._device)
 
+    @property
+    def gathers_in_low_precision(self) -> bool:
+        """Whether training steps gather some weights in autocast's dtype: known after the first optimizer step."""
+        return self._low_precision is not None and bool(self._low_precision.chosen_names)
+
     def _gather_as_stored(self) -> None:
         if self._low_precision is not None and not self._in_training_step and not self._backward_pending:
             self._low_precision.activate(False)
