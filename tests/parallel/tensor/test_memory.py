@@ -1,4 +1,4 @@
-"""Each rank of a tensor-parallel group holds its share of what is divided: parameters, gradients, states, activations."""
+"""Each rank of a tensor-parallel group holds its share of divided parameters, gradients, states and activations."""
 
 from __future__ import annotations
 
