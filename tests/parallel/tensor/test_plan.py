@@ -113,6 +113,12 @@ def test_models_without_blocks_are_one_block():
     }  # fmt: skip
 
 
+def test_a_tied_parameter_is_one_tensor_in_a_model_that_is_one_block():
+    found = styles(TinyGPT(vocab=7, layers=1, tied=True), 2)
+    assert found["blocks.0.mlp.0"] == "colwise"
+    assert found["head"] == found["embedding"] == "replicate"
+
+
 def test_finding_a_plan_leaves_no_trace():
     module = NanoGPT(dropout=0.5)
     before = {name: parameter.clone() for name, parameter in module.named_parameters()}
