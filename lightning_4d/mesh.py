@@ -62,6 +62,11 @@ class Mesh:
         return self._shards.size() > 1
 
     @property
+    def shard_size(self) -> int:
+        """How many ranks a parameter is sharded over: ``dp_shard`` times ``cp``."""
+        return self._shards.size()
+
+    @property
     def parameter_group(self) -> dist.ProcessGroup:
         """The process group of the ranks that train the same parameters, over which gradients are averaged."""
         return self._parameters.get_group()

@@ -71,6 +71,7 @@ def record_step(
     batch: Any,
     blocks: Sequence[Block],
     *arguments: Any,
+    sequence_dim: int | None = None,
 ) -> StepRecord:
     """Record one run of the step called ``name`` on the shapes of ``batch``; nothing changes, nothing is logged.
 
@@ -81,6 +82,7 @@ def record_step(
         batch: tensors of the shapes meant.
         blocks: the repeated blocks of the module.
         arguments: what Lightning hands on besides the batch.
+        sequence_dim: of the blocks' inputs, if the user named it.
 
     Raises:
         UnsupportedError: the step cannot be followed: it needs values to run, or calls blocks in a way that a pipeline
@@ -93,7 +95,7 @@ def record_step(
     context = getattr(trainer.precision_plugin, f"{_CONTEXTS[name]}_step_context")
     with _quiet_loggers(trainer), faked(module, trainer.strategy.root_device, standins.attributes()) as run:
         flow = Flow(module.named_parameters(), module.named_buffers(), run.whole)
-        recorder = Recorder(module, blocks, flow)
+        recorder = Recorder(module, blocks, flow, sequence_dim)
         standins.bind(run, _refuse_backward, recorder.note)
         _note_metrics(module, recorder.note)
         fake = apply_to_collection(batch, Tensor, run.tensor)

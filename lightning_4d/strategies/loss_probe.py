@@ -91,8 +91,9 @@ class LossProbe:
         vars(module)["log"] = lambda *args, **kwargs: log.keep(module, *args, **kwargs)
 
         with steps.metrics.step(), steps.metrics.microbatches(lambda: trace, trial=True):
+            step = steps.in_parts(module.training_step)
             result = steps.pipeline.run_tail(
-                lambda one: module.training_step(one, *self._arguments), piece, record, hidden, trace, ("probe", draw)
+                lambda one: step(one, *self._arguments), piece, record, hidden, trace, ("probe", draw)
             )
             logged = {
                 n: v for n, v in log.values.items() if v is not None and steps.metrics.metric_of(log.given[n]) is None

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +13,7 @@ from torch import nn
 from lightning_4d.errors import UnsupportedError, explain
 from lightning_4d.parallel.blocks import Block
 from lightning_4d.parallel.context import ContextParallel, divided, make_groups, ulysses_size_of
+from lightning_4d.parallel.tensor import applied
 from lightning_4d.strategies.same_batch import SameBatch
 
 if TYPE_CHECKING:
@@ -38,14 +41,6 @@ def install_context(module: nn.Module, blocks: Sequence[Block], strategy: NDStra
     if size == 1:
         return None
     options = strategy._context_options
-    if strategy.has_stages:
-        raise UnsupportedError(
-            explain(
-                f"context_parallel_size={size} with pipeline_parallel_size={strategy.layout.pipeline_parallel_size}",
-                "pipeline stages send whole activations, and sequences are divided inside the blocks",
-                "leave one of them at 1",
-            )
-        )
     if strategy._options.compile_blocks:
         raise UnsupportedError(
             explain(
@@ -69,22 +64,52 @@ class ModelRanks:
 
     def __init__(self, strategy: NDStrategy) -> None:
         self._context = divided(strategy._module)
+        self._tensor = applied(strategy._module)
         layout, device = strategy.layout, strategy.root_device
         self._same = [
-            SameBatch(f"{name}-parallel", strategy.mesh[axis].get_group(), device)
-            for axis, name in (("cp", "context"), ("tp", "tensor"))
+            SameBatch(name, strategy.mesh[axis].get_group(), device)
+            for axis, name in _AXES.items()
             if layout.axis_sizes[axis] > 1
         ]
 
-    def running(self, name: str, step: Callable[..., Any]) -> Callable[..., Any]:
-        """``step``, called ``name``, with its batch compared now and then, and its result whole."""
-        context = self._context
+    def check(self, name: str, batch: Any) -> None:
+        """Compare the batch of the step called ``name`` now and then.
+
+        Which ranks must call: all, in every step.
+
+        Raises:
+            UnsupportedError: ranks that work on the same samples read different ones.
+        """
+        for same in self._same:
+            same.check(name, batch)
+
+    def checked(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        """``step`` with its batch compared now and then, and as :meth:`in_parts`."""
+        step = self.in_parts(step)
         if not self._same:
             return step
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            for same in self._same:
-                same.check(name, (args, kwargs))
-            return step(*args, **kwargs) if context is None else context.run(step, *args, **kwargs)
+            self.check(getattr(step, "__name__", "a step"), (args, kwargs))
+            return step(*args, **kwargs)
 
         return run
+
+    def in_parts(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        """``step`` with sequences and layers divided inside, and its result whole."""
+        context, tensor = self._context, self._tensor
+        if context is None and tensor is None:
+            return step
+
+        @functools.wraps(step)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            return step(*args, **kwargs) if context is None else context.run(step, *args, **kwargs)
+
+        return run if tensor is None else functools.wraps(step)(tensor.step(run))
+
+    def backward(self) -> AbstractContextManager[Any]:
+        """A context for backward, in which checkpointed code runs again."""
+        return nullcontext() if self._tensor is None else self._tensor.backward()
+
+
+_AXES = {"pp": "pipeline", "cp": "context-parallel", "tp": "tensor-parallel"}

@@ -43,6 +43,7 @@ from lightning_4d.errors import UnsupportedError, explain
 from lightning_4d.layout import ParallelLayout
 from lightning_4d.mesh import Mesh
 from lightning_4d.parallel.blocks import find_blocks
+from lightning_4d.parallel.context import divided
 from lightning_4d.parallel.data import DataParallel, DataParallelOptions, MetaInitialization, shard, sharded
 from lightning_4d.parallel.gradients import Elsewhere
 from lightning_4d.parallel.pipeline.engine import Pipeline
@@ -50,6 +51,7 @@ from lightning_4d.parallel.recompute import StageRuns
 from lightning_4d.parallel.tensor import TensorOptions, TensorParallel, applied, divide
 from lightning_4d.strategies import random_state
 from lightning_4d.strategies.checkpointing import CheckpointTranslator
+from lightning_4d.strategies.crossings import Crossings
 from lightning_4d.strategies.data_position import seed_workers
 from lightning_4d.strategies.evaluation import EvaluationBalance
 from lightning_4d.strategies.failure import Failure
@@ -71,9 +73,9 @@ Size = int | Literal["auto"]
 
 
 class NDStrategy(ParallelStrategy):
-    """Train an ordinary LightningModule on a layout of data axes and one more, with the numbers of plain DDP.
+    """Train an ordinary LightningModule on any layout of pipeline, data, context and tensor axes.
 
-    Pipeline, context and tensor parallelism each work with the data axes; with one another they are refused.
+    The numbers are those of plain DDP with as many data-parallel ranks.
 
     Args:
         data_parallel_replicate_size: ranks that hold the same shard; gradients are all-reduced among them.
@@ -240,7 +242,6 @@ class NDStrategy(ParallelStrategy):
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
         self._layout = self._resolve_layout()  # a layout that does not fit is refused before processes start
-        _refuse_together(self._layout)
         if self.world_size > 1 and not self.cluster_environment.creates_processes_externally:
             self._launcher = _SubprocessScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
 
@@ -326,9 +327,12 @@ class NDStrategy(ParallelStrategy):
             options = replace(options, reshard_after_forward=options.reshard_after_forward is True)
         self._tensor = divide(module, blocks, self.mesh, self._tensor_options)
         distribute = None if self._tensor is None else self._tensor.distribute
+        boundaries = None if self._tensor is None or self.mesh.parameter_size == 1 else self._tensor.boundaries()
+        if boundaries is not None:
+            boundaries.install_inside()
         data = shard(module, blocks, self.mesh, self.root_device, options, self._initialization, released, distribute)
-        if self._tensor is not None:
-            self._tensor.open_boundaries(data.units)
+        if boundaries is not None:
+            boundaries.install_outside()
         if context is not None:
             context.install_outside()
         data.converted_to = converts_to(self.precision_plugin)
@@ -391,6 +395,16 @@ class NDStrategy(ParallelStrategy):
         """Names of the state dict that another pipeline rank saves."""
         return self._pipeline.saved_elsewhere(self._module) if self.has_stages else set()
 
+    @property
+    def sequence_dim(self) -> int | None:
+        """Which dim of the blocks' inputs is the sequence's, if the user named it."""
+        dim = self._context_options.sequence_dim
+        return dim if isinstance(dim, int) else None
+
+    def crossings(self) -> Crossings:
+        """Return how divided tensors cross from stage to stage; at set-up, when they are divided."""
+        return Crossings(divided(self._module), self._tensor)
+
     def _elsewhere(self) -> Elsewhere | None:
         if not self.has_stages:
             return None
@@ -408,10 +422,11 @@ class NDStrategy(ParallelStrategy):
         seed_workers(dataloader, self.data_parallel_rank)
         return self._checkpoints.resumable(dataloader)
 
-    def _same_samples(self, step: Callable[..., Any]) -> Callable[..., Any]:
-        """The step, on ranks that work together on its samples."""
+    @property
+    def model_ranks(self) -> ModelRanks:
+        """The ranks that work together on the same samples, from set-up on."""
         assert self._model_ranks is not None
-        return self._model_ranks.running(getattr(step, "__name__", "a step"), step)
+        return self._model_ranks
 
     @override
     def on_train_start(self) -> None:
@@ -422,33 +437,29 @@ class NDStrategy(ParallelStrategy):
         if self.has_stages:
             return self._pipeline.training_step(*args)
         with self.precision_plugin.train_step_context():
-            return self.data.run_training_step(self._step(self._module.training_step), *args, **kwargs)
-
-    def _step(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Let the step see the divided layers, and compare batches inside groups that share one."""
-        function = self._same_samples(function)
-        return function if self._tensor is None else self._tensor.step(function)
+            step = self.model_ranks.checked(self._module.training_step)
+            return self.data.run_training_step(step, *args, **kwargs)
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         if self.has_stages:
             return self._run_stages("validation_step", self.precision_plugin.val_step_context, *args)
         with self.precision_plugin.val_step_context():
-            return self._evaluation.run(self._step(self._module.validation_step), *args, **kwargs)
+            return self._evaluation.run(self.model_ranks.checked(self._module.validation_step), *args, **kwargs)
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         if self.has_stages:
             return self._run_stages("test_step", self.precision_plugin.test_step_context, *args)
         with self.precision_plugin.test_step_context():
-            return self._evaluation.run(self._step(self._module.test_step), *args, **kwargs)
+            return self._evaluation.run(self.model_ranks.checked(self._module.test_step), *args, **kwargs)
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         if self.has_stages:
             return self._run_stages("predict_step", self.precision_plugin.predict_step_context, *args)
         with self.precision_plugin.predict_step_context():
-            return self._evaluation.run(self._step(self._module.predict_step), *args, **kwargs)
+            return self._evaluation.run(self.model_ranks.checked(self._module.predict_step), *args, **kwargs)
 
     def _run_stages(self, name: str, context: Callable[[], AbstractContextManager[Any]], *args: Any) -> Any:
         return self._evaluation.run(partial(self._pipeline.evaluation_step, name, context), *args)
@@ -482,7 +493,7 @@ class NDStrategy(ParallelStrategy):
         self.pre_backward(closure_loss)
         self.data.before_backward(closure_loss)
         loss = self.precision_plugin.pre_backward(closure_loss, self._module)
-        with contextlib.nullcontext() if self._tensor is None else self._tensor.backward():
+        with self.model_ranks.backward():
             self.precision_plugin.backward(loss, self._module, optimizer, *args, **kwargs)
         self.data.after_backward()  # before the user's on_after_backward sees gradients
         loss = self.precision_plugin.post_backward(loss, self._module)
@@ -581,19 +592,6 @@ class NDStrategy(ParallelStrategy):
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
         self.accelerator.teardown()
-
-
-def _refuse_together(layout: ParallelLayout) -> None:
-    """Refuse two of the axes that divide the work on a sample: each is proven with the data axes, not with another."""
-    sizes = {axis: size for axis, size in layout.axis_sizes.items() if size > 1 and not axis.startswith("dp_")}
-    if len(sizes) > 1:
-        raise UnsupportedError(
-            explain(
-                f"layout {layout}",
-                f"the axes {' and '.join(sizes)} do not work together yet, each works with the data axes",
-                "keep one of them above 1, and give the other ranks to data_parallel_shard_size",
-            )
-        )
 
 
 def _allow_autograd_after_evaluation(trainer: Trainer) -> None:

@@ -57,7 +57,6 @@ from lightning_4d.strategies.loss_probe import LossProbe
 from lightning_4d.strategies.pipeline_metrics import StageMetrics
 from lightning_4d.strategies.pipeline_results import EvaluationResults, TrainingResults
 from lightning_4d.strategies.pipeline_split import split_by_cost, split_by_name
-from lightning_4d.strategies.same_batch import SameBatch
 from lightning_4d.strategies.step_log import replay, set_caches
 from lightning_4d.strategies.step_records import StepRecords
 
@@ -94,7 +93,6 @@ class PipelineSteps:
     def __init__(self, strategy: NDStrategy, options: PipelineOptions) -> None:
         self._training_news: Announcement
         self._evaluation_news: Announcement
-        self._same_batch: SameBatch
         self.metrics: StageMetrics
         self._names: set[str] = set()
         self._tail_modules: frozenset[str] = frozenset()
@@ -138,6 +136,10 @@ class PipelineSteps:
     def record(self, name: str, batch: Any, arguments: tuple[Any, ...]) -> StepRecord:
         """Return the record of a step on a batch of these shapes."""
         return self._records.get(name, batch, arguments)
+
+    def in_parts(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        """``step`` with sequences and layers divided inside, and its result whole."""
+        return self._strategy.model_ranks.in_parts(step)
 
     @property
     def stage_plan(self) -> StagePlan:
@@ -208,7 +210,6 @@ class PipelineSteps:
         ):
             setattr(self, name, getattr(made, name))
         self._training_news, self._evaluation_news = made._training_news, made._evaluation_news
-        self._same_batch = SameBatch("pipeline", self.pipeline.group, self._strategy.root_device)
         self.losses = made.losses
         self._records.begin(module, made._records.blocks)
         if trainer.state.fn == TrainerFn.FITTING:  # only training cuts batches, and this run's are other ones
@@ -250,7 +251,14 @@ class PipelineSteps:
         object.__setattr__(module, _MADE, self)
         group = strategy.mesh["pp"].get_group()
         self._pipeline = Pipeline(
-            module, self._plan, self._parameter_stages, group, strategy.root_device, self._kind, nullcontext
+            module,
+            self._plan,
+            self._parameter_stages,
+            group,
+            strategy.root_device,
+            self._kind,
+            nullcontext,
+            strategy.crossings(),
         )
         self._training_news = Announcement(group, self._pipeline.last_rank, strategy.root_device)
         self._evaluation_news = Announcement(group, self._pipeline.last_rank, strategy.root_device)
@@ -258,7 +266,6 @@ class PipelineSteps:
         self._shared = self._share(module)
         for shared in self._shared:
             shared.make_equal()
-        self._same_batch = SameBatch("pipeline", group, strategy.root_device)
         count_stages(module, lambda: Elsewhere(group, self.counted_elsewhere()))
 
     def _share(self, module: LightningModule) -> list[_Shared]:
@@ -329,7 +336,7 @@ class PipelineSteps:
 
     def _train(self, batch: Any, *arguments: Any) -> Any:
         strategy, module, pipeline = self._strategy, self._strategy._module, self.pipeline
-        self._same_batch.check("training_step", batch)
+        strategy.model_ranks.check("training_step", batch)
         pieces = self._pieces(batch)
         records = [self._records.get("training_step", piece, arguments) for piece in pieces]
         for record in records[:1]:
@@ -358,10 +365,9 @@ class PipelineSteps:
         earlier = take_gradients(data.gradient_leaves())
         data.begin_schedule()
         key = self._key("train", arguments)
-        with results.keeping_log(), kept(pipeline.device):
-            pipeline.run(
-                lambda piece: module.training_step(piece, *arguments), pieces, records, results, key, backward=True
-            )
+        step = strategy.model_ranks.in_parts(module.training_step)
+        with results.keeping_log(), kept(pipeline.device), strategy.model_ranks.backward():
+            pipeline.run(lambda piece: step(piece, *arguments), pieces, records, results, key, backward=True)
         made = take_gradients(data.gradient_leaves())
         give_gradients(earlier)
         description, numbers = self._training_news.exchange(*(results.news() if pipeline.is_last else (None, ())))
@@ -409,12 +415,12 @@ class PipelineSteps:
         """
         batch, *rest = arguments
         module, pipeline = self._strategy._module, self.pipeline
-        self._same_batch.check(name, batch)
+        self._strategy.model_ranks.check(name, batch)
         record = self._records.get(name, batch, tuple(rest))
         self._check(record, name, 1)
         results = EvaluationResults(module, self.metrics)
         pipeline.surroundings = context
-        step = getattr(module, name)
+        step = self._strategy.model_ranks.in_parts(getattr(module, name))
         with results.keeping_log(), kept(pipeline.device):
             pipeline.run(
                 lambda piece: step(piece, *rest),
@@ -581,16 +587,16 @@ class _Shared:
 
     def parameters(self) -> list[nn.Parameter]:
         """Return the parameters as the module holds them now."""
-        found = [module._parameters[name] for module, name in self._places]
+        found = [module._parameters.get(name) for module, name in self._places]  # by `get`: not what steps see
         return [parameter for parameter in found if parameter is not None]
 
     @torch.no_grad()
     def make_equal(self) -> None:
         """Take the first rank's values. Which ranks must call: all of the group."""
         for parameter in self.parameters():
-            local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+            local = _local(parameter.detach())
             if local.numel():
-                dist.broadcast(local.detach(), self._source, group=self._group)
+                dist.broadcast(local, self._source, group=self._group)
 
     @torch.no_grad()
     def sum_gradients(self, made: Gradients) -> None:
@@ -602,11 +608,16 @@ class _Shared:
             if parameter not in made:
                 made[parameter] = torch.zeros_like(parameter)
         for dtype in {made[p].dtype for p in trained}:
-            gradients = [made[p] for p in trained if made[p].dtype == dtype]
+            gradients = [_local(made[p]) for p in trained if made[p].dtype == dtype]
             flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
             dist.all_reduce(flat, group=self._group)
             for gradient, total in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
                 gradient.copy_(total.view_as(gradient))
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """What this rank holds: ranks of one pipeline hold the same part."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 _STEP = {

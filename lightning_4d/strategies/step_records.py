@@ -72,7 +72,10 @@ class StepRecords:
         family = self._families.setdefault((*key[:2], family_of(shapes), len(arguments)), ShapeFamily())
         record = family.predict(shapes)
         if record is None:
-            record = record_step(self._module.trainer, self._module, name, batch, self.blocks, *arguments)
+            dim = self._strategy.sequence_dim
+            record = record_step(
+                self._module.trainer, self._module, name, batch, self.blocks, *arguments, sequence_dim=dim
+            )
             self.made += 1
             family.add(shapes, record)
         return record

@@ -11,17 +11,9 @@ from torch.optim import SGD, Optimizer
 from torchmetrics import MeanMetric
 
 from lightning_4d import HSDPStrategy, NDStrategy
-from lightning_4d.errors import LayoutError, UnsupportedError
+from lightning_4d.errors import LayoutError
 from tests.modules import MLP, TinyGPT
 from tests.strategies.scenarios import error_of, quiet, sharded, trainer_with
-
-
-@pytest.mark.parametrize(("one", "other"), [("pipeline", "tensor"), ("pipeline", "context"), ("context", "tensor")])
-def test_axes_that_are_not_proven_together_are_refused_by_name(one, other, monkeypatch):
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    sizes = {f"{one}_parallel_size": 2, f"{other}_parallel_size": 2}
-    with pytest.raises(UnsupportedError, match=r"do not work together yet.*keep one of them above 1"):
-        trainer_with(lambda: NDStrategy(**sizes))()
 
 
 def test_a_layout_that_does_not_fit_is_refused_when_the_trainer_is_made():

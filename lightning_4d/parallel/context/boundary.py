@@ -15,10 +15,12 @@ from torch import Tensor, nn
 from lightning_4d._torch_private import tree_flatten, tree_unflatten
 from lightning_4d.errors import UnsupportedError, explain
 from lightning_4d.parallel.blocks import Block
-from lightning_4d.parallel.context.communication import Sharding, cut
-from lightning_4d.parallel.context.find import find_sequence, named_sequence
+from lightning_4d.parallel.context.communication import Sharding, cut, gather
+from lightning_4d.parallel.context.find import find_sequence
 from lightning_4d.parallel.context.groups import ContextGroups
 from lightning_4d.parallel.context.tensor import SequenceTensor, guard_autograd_functions, whole, wrap
+from lightning_4d.parallel.hooks import Hook, nothing
+from lightning_4d.parallel.sequence import named_sequence_dim
 
 _T = TypeVar("_T")
 _Signature = tuple[type[nn.Module], tuple[int, ...]]
@@ -55,27 +57,50 @@ class ContextParallel:
         object.__setattr__(root, _RESULT, self)
 
     def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
-        return _nothing, ()  # a copy of the root divides nothing
+        return nothing, ()  # a copy of the root divides nothing
 
     def install_inside(self) -> None:
         """Register the hooks that stand between FSDP's and the block: before the blocks are sharded."""
         for block in self._blocks:
             module = block.module
             # Before those of activation checkpointing, which keep what the block gets.
-            module.register_forward_pre_hook(_Hook(self._give_inputs, block), prepend=True, with_kwargs=True)
-            module.register_forward_hook(_Hook(self._take_output, block))
+            module.register_forward_pre_hook(Hook(self._give_inputs, block), prepend=True, with_kwargs=True)
+            module.register_forward_hook(Hook(self._take_output, block))
 
     def install_outside(self) -> None:
         """Register the hooks that stand around FSDP's: after the blocks are sharded."""
         for block in self._blocks:
-            block.module.register_forward_pre_hook(_Hook(self._take_inputs, block), prepend=True, with_kwargs=True)
-            block.module.register_forward_hook(_Hook(self._give_output, block))
+            block.module.register_forward_pre_hook(Hook(self._take_inputs, block), prepend=True, with_kwargs=True)
+            block.module.register_forward_hook(Hook(self._give_output, block))
 
     def run(self, step: Callable[..., _T], *args: Any, **kwargs: Any) -> _T:
         """Call ``step``, and return its result whole. Which ranks must call: all of the groups."""
         for taken in self._taken.values():
             taken.clear()  # of a step that raised between two hooks
         return whole(step(*args, **kwargs))
+
+    def local_length(self, length: int) -> int:
+        """How many positions of a sequence of ``length`` this rank holds."""
+        return self.groups.layout(length).lengths[self.groups.rank]
+
+    def part_of(self, tensor: Tensor, dim: int | None) -> Tensor:
+        """Return this rank's part along ``dim`` of a tensor, whole or divided; the whole if None.
+
+        Which ranks must call: all of the group.
+        """
+        is_divided = isinstance(tensor, SequenceTensor)
+        if dim is None:
+            return gather(tensor.part, tensor.sharding) if is_divided else tensor
+        wanted = Sharding(dim, self.groups.layout(tensor.shape[dim]), self.groups)
+        if is_divided:
+            if tensor.sharding.dim == dim and tensor.sharding.same_positions(wanted):
+                return tensor.part
+            tensor = gather(tensor.part, tensor.sharding)
+        return cut(tensor, wanted)
+
+    def shown(self, part: Tensor, dim: int, length: int) -> SequenceTensor:
+        """Return the tensor, of ``length`` positions in ``dim``, of which ``part`` is this rank's."""
+        return wrap(part, Sharding(dim, self.groups.layout(length), self.groups))
 
     # ---------------------------------------------------------------------------------------------------------- hooks
 
@@ -128,7 +153,7 @@ class ContextParallel:
         self, block: Block, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: Sequence[Any]
     ) -> tuple[int, int]:
         if isinstance(self._sequence_dim, int):
-            named = named_sequence(args, kwargs, self._sequence_dim)
+            named = named_sequence_dim(leaves, self._sequence_dim)
             if named is not None:
                 return named
         dims = tuple(leaf.dim() if isinstance(leaf, Tensor) else -1 for leaf in leaves)
@@ -148,29 +173,3 @@ def _refuse(root: nn.Module, blocks: Sequence[Block]) -> None:
                 "name the container by blocks='...', or leave context_parallel_size at 1",
             )
         )
-
-
-class _Hook:
-    """A hook on one block. A copy of the module gets one that does nothing."""
-
-    def __init__(self, function: Callable[..., Any], block: Block) -> None:
-        self._function = function
-        self._block = block
-
-    def __call__(self, module: nn.Module, *arguments: Any) -> Any:
-        return self._function(self._block, *arguments)
-
-    def __reduce__(self) -> tuple[Callable[[], Callable[..., None]], tuple[()]]:
-        return _no_hook, ()
-
-
-def _no_hook() -> Callable[..., None]:
-    return _do_nothing
-
-
-def _nothing() -> None:
-    return None
-
-
-def _do_nothing(*_: Any) -> None:
-    pass

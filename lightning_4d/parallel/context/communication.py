@@ -14,11 +14,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_4d.parallel.context.groups import ContextGroups
 from lightning_4d.parallel.context.layout import SequenceLayout
 from lightning_4d.parallel.context.ring import take_runs
+from lightning_4d.parallel.parts import Divided, inside, is_parameter, plain
 
 # Renamed in torch 2.13, where the old name warns.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -71,7 +72,12 @@ class Sharding:
 
 def gather(part: Tensor, sharding: Sharding) -> Tensor:
     """The whole tensor. Which ranks must call: all of the group."""
-    return _Gather.apply(part, sharding)
+    return inside(lambda tensor: _Gather.apply(tensor, sharding), part, sharding.dim)  # pyright: ignore[reportReturnType]
+
+
+def gather_plain(part: Tensor, sharding: Sharding) -> Tensor:
+    """The whole tensor, whole along every axis. Which ranks must call: all that share it, over all axes."""
+    return plain(gather(part, sharding))
 
 
 def cut(whole: Tensor, sharding: Sharding) -> Tensor:
@@ -80,13 +86,13 @@ def cut(whole: Tensor, sharding: Sharding) -> Tensor:
     Which ranks must call: all of the group, since backward communicates.
     """
     if whole.requires_grad and torch.is_grad_enabled():
-        return _Cut.apply(whole, sharding)
+        return inside(lambda tensor: _Cut.apply(tensor, sharding), whole, sharding.dim)  # pyright: ignore[reportReturnType]
     return take_part(whole, sharding)
 
 
 def reduce_sum(partial: Tensor, groups: ContextGroups) -> Tensor:
     """The sum over the ranks, whole. Which ranks must call: all of the group."""
-    return _Sum.apply(partial, groups)
+    return inside(lambda tensor: _Sum.apply(tensor, groups), partial)  # pyright: ignore[reportReturnType]
 
 
 def use_whole(whole: Tensor, groups: ContextGroups) -> Tensor:
@@ -94,14 +100,17 @@ def use_whole(whole: Tensor, groups: ContextGroups) -> Tensor:
 
     Parameters need nothing: their gradients are averaged over the ranks anyway.
     """
-    if isinstance(whole, nn.Parameter) or not (whole.requires_grad and torch.is_grad_enabled()):
+    if is_parameter(whole) or not (whole.requires_grad and torch.is_grad_enabled()):
         return whole
-    return _UseWhole.apply(whole, groups)
+    return inside(lambda tensor: _UseWhole.apply(tensor, groups), whole)  # pyright: ignore[reportReturnType]
 
 
 def select(part: Tensor, sharding: Sharding, position: int) -> Tensor:
     """One position, without its dim, whole on all ranks. Which ranks must call: all of the group."""
-    return _Select.apply(part, sharding, position)
+    if isinstance(part, Divided) and part.split_dim != sharding.dim:
+        local = _Select.apply(part.local, sharding, position)
+        return part.like(local, part.split_dim - (part.split_dim > sharding.dim))  # pyright: ignore[reportArgumentType]
+    return _Select.apply(plain(part), sharding, position)  # pyright: ignore[reportReturnType]
 
 
 class _Gather(torch.autograd.Function):
@@ -173,6 +182,8 @@ class _UseWhole(torch.autograd.Function):
 
 def take_part(whole: Tensor, sharding: Sharding) -> Tensor:
     """This rank's part, without a gradient of its own; a view where it is one range."""
+    if isinstance(whole, Divided):
+        return inside(lambda tensor: take_part(tensor, sharding), whole, sharding.dim)
     runs = sharding.layout.runs[sharding.groups.rank]
     if not sharding.is_merged:
         return take_runs(whole, sharding.dim, runs)

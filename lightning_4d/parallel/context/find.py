@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from lightning_4d import _torch_private as private
 from lightning_4d._torch_private import tree_leaves, tree_map
 from lightning_4d.errors import UnsupportedError, explain
+from lightning_4d.parallel.sequence import attended_lengths, find_sequence_dim, may_hold_sequence
 from lightning_4d.utilization.isolation import faked
 
 
@@ -24,16 +25,11 @@ def find_sequence(name: str, block: nn.Module, args: tuple[Any, ...], kwargs: di
     Raises:
         UnsupportedError: no argument has a dim as long as the sequences that the block attends to.
     """
-    floating = [(i, leaf) for i, leaf in enumerate(tree_leaves((args, kwargs))) if _may_hold_sequence(leaf)]
-    for length in attended_lengths(block, args, kwargs):
-        for index, leaf in floating:
-            dims = [dim for dim in _preferred(leaf.dim()) if leaf.shape[dim] == length]
-            if dims:
-                return index, dims[0]
-    for index, leaf in floating:
-        if leaf.dim() == 3:
-            return index, 1
-    shapes = [tuple(leaf.shape) for _, leaf in floating]
+    leaves = tree_leaves((args, kwargs))
+    found = find_sequence_dim(leaves, attended_by(block, args, kwargs))
+    if found is not None:
+        return found
+    shapes = [tuple(leaf.shape) for leaf in leaves if may_hold_sequence(leaf)]
     raise UnsupportedError(
         explain(
             f"block {name!r} with inputs of shapes {shapes} and context_parallel_size > 1",
@@ -43,23 +39,6 @@ def find_sequence(name: str, block: nn.Module, args: tuple[Any, ...], kwargs: di
     )
 
 
-def named_sequence(args: tuple[Any, ...], kwargs: dict[str, Any], dim: int) -> tuple[int, int] | None:
-    """The first tensor that has the dim which the user named; None if there is none."""
-    for index, leaf in enumerate(tree_leaves((args, kwargs))):
-        if _may_hold_sequence(leaf) and -leaf.dim() <= dim < leaf.dim():
-            return index, dim % leaf.dim()
-    return None
-
-
-def _may_hold_sequence(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.dim() >= 2
-
-
-def _preferred(dims: int) -> list[int]:
-    """The dim before the features, then the ones before that."""
-    return [dims - 2, *range(dims - 2)]
-
-
 def _drop_hooks(block: nn.Module) -> None:
     """What the user hooked in is not to see tensors without data; :func:`faked` puts the hooks back."""
     for module in block.modules():
@@ -67,16 +46,12 @@ def _drop_hooks(block: nn.Module) -> None:
         module._forward_hooks.clear()
 
 
-def attended_lengths(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int]:
+def attended_by(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int]:
     """The numbers of queries and keys in each attention of one call, in order; empty if the call cannot be followed."""
     lengths: list[int] = []
 
     def observe(mode: Any, op: Any, op_args: tuple[Any, ...], op_kwargs: dict[str, Any]) -> Any:
-        name = str(op)
-        if "scaled_dot_product" in name:
-            lengths.extend(int(tensor.shape[-2]) for tensor in op_args[:2])
-        elif "softmax" in name and op_args[0].dim() >= 3:
-            lengths.extend(int(size) for size in op_args[0].shape[-2:])
+        lengths.extend(attended_lengths(op, op_args))
         return op(*op_args, **op_kwargs)
 
     device = next(

@@ -9,6 +9,7 @@ raises: operations that change a tensor in place, views of a gathered copy, cust
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -17,8 +18,9 @@ from torch import Tensor
 from lightning_4d import _torch_private as private
 from lightning_4d._torch_private import tree_flatten, tree_map, tree_unflatten
 from lightning_4d.errors import UnsupportedError, explain
-from lightning_4d.parallel.context.communication import Sharding, gather, take_part
+from lightning_4d.parallel.context.communication import Sharding, gather, gather_plain, take_part
 from lightning_4d.parallel.context.report import report_gather, user_line
+from lightning_4d.parallel.parts import Divided
 
 Rule = Callable[[Callable[..., Any], tuple[Any, ...], Mapping[str, Any]], Any]
 
@@ -203,11 +205,12 @@ def run_gathered(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mappin
     copies: dict[int, tuple[SequenceTensor, Tensor, int]] = {}
     for leaf in leaves:
         if isinstance(leaf, SequenceTensor) and id(leaf) not in copies:
-            full = gather(leaf.part, leaf.sharding)
+            full = gather_plain(leaf.part, leaf.sharding)
             copies[id(leaf)] = (leaf, full, full._version)
     leaves = [copies[id(leaf)][1] if id(leaf) in copies else leaf for leaf in leaves]
     given, named = tree_unflatten(leaves, structure)
-    with private.without_torch_function():
+    other_kinds = any(isinstance(leaf, Divided) for leaf in leaves)  # they have rules of their own
+    with nullcontext() if other_kinds else private.without_torch_function():
         result = func(*given, **named)
     changed = [(original, full) for original, full, version in copies.values() if full._version != version]
     for original, full in changed:
@@ -257,6 +260,8 @@ def _result(
 
 
 def _shares_memory(first: Tensor, second: Tensor) -> bool:
+    if isinstance(first, Divided) or isinstance(second, Divided):
+        return False
     if first.layout is not torch.strided or second.layout is not torch.strided:
         return False
     return first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr()
@@ -314,7 +319,7 @@ def guard_autograd_functions() -> None:
 
 def _gather_for_function(function: type, args: tuple[Any, ...]) -> tuple[Any, ...]:
     report_gather(f"{function.__name__}.apply")
-    return tuple(gather(arg.part, arg.sharding) if isinstance(arg, SequenceTensor) else arg for arg in args)
+    return tuple(gather_plain(arg.part, arg.sharding) if isinstance(arg, SequenceTensor) else arg for arg in args)
 
 
 def _refuse_function(function: type) -> None:

@@ -215,7 +215,7 @@ class DataParallel:
 
     def wrap(self, blocks: Sequence[Block], options: DataParallelOptions) -> None:
         """Shard the blocks, then what is left, and hook into the places where gathered parameters are needed."""
-        whole = _whole_parameters(self.root, blocks, self.mesh.layout.data_parallel_shard_size)
+        whole = _whole_parameters(self.root, blocks, self.mesh.shard_size)
         absent = {parameter for parameter in self.root.parameters() if is_absent(parameter)}
         self._attributes = {name: dict(vars(p)) for name, p in self.root.named_parameters() if vars(p)}
         inside = {module for block in blocks for module in block.module.modules()}
@@ -241,7 +241,7 @@ class DataParallel:
             # The root is needed from the start of the step to the end of its backward.
             reshard_after_forward=cast("bool", reshard) and module is not self.root,
             ignored_params=ignored,
-            shard_placement_fn=lambda p: shard_placement(p, self.mesh.layout.data_parallel_shard_size),
+            shard_placement_fn=lambda p: shard_placement(p, self.mesh.shard_size),
         )
         private.fsdp_restore_class_name(module)
         self.units.append(cast("FSDPModule", module))

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from lightning_4d import _torch_private as private
 from lightning_4d.parallel.pipeline.clock import Clock
+from lightning_4d.parallel.pipeline.crossing import Crossing, Whole
 from lightning_4d.parallel.pipeline.flow import Output
 from lightning_4d.parallel.pipeline.passes import StagePass, StepCalls, Trace
 from lightning_4d.parallel.pipeline.plan import StagePlan
@@ -46,6 +47,7 @@ class Pipeline:
         device: of this rank's tensors.
         kind: the schedule.
         surroundings: entered around each run of a piece of the step (autocast).
+        crossing: what is sent of tensors that other axes divide.
 
     Which ranks must call: all ranks of the group, every method together.
     """
@@ -59,11 +61,13 @@ class Pipeline:
         device: torch.device,
         kind: ScheduleKind,
         surroundings: Callable[[], AbstractContextManager[Any]],
+        crossing: Crossing | None = None,
     ) -> None:
         self.root, self.plan, self.kind, self.group, self.device = root, plan, kind, group, device
         self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
         self.here = plan.on_rank(self.rank)
         self.surroundings = surroundings
+        self.crossing: Crossing = crossing or Whole()
         self.parameter_stages = parameter_stages
         self.calls = StepCalls(root, plan, self.here)
         self.whole_backward = False  # zero-bubble schedules compute both halves of a backward together
@@ -155,7 +159,8 @@ class Pipeline:
         self._stand_in_for([record])
         blocks = len(self.plan.order)
         dead = self._dead[self.plan.stages - 1]
-        one = StagePass(self.calls, self.plan, range(blocks, blocks), record, hidden, (), dead, self.device, key, trace)
+        given = {output: self.crossing.divide(t, _spec(record, output), record.hidden) for output, t in hidden.items()}
+        one = StagePass(self.calls, self.plan, range(blocks, blocks), record, given, (), dead, self.device, key, trace)
         with torch.enable_grad(), self.surroundings():
             return one.run(lambda: step(piece))
 
@@ -199,7 +204,7 @@ class Pipeline:
         found = dict.fromkeys(p for parameters in inside for p in parameters)
         for name, stages in self.parameter_stages.items():
             module, attribute = self._owners[name]
-            parameter = module._parameters[attribute]
+            parameter = module._parameters.get(attribute)  # not by index: that is what steps see
             if stage in stages and parameter is not None:
                 found[parameter] = None
         return [parameter for parameter in found if parameter.requires_grad]
@@ -217,7 +222,7 @@ class Pipeline:
         self, stage: int, records: Sequence[StepRecord], carried: Sequence[Sequence[Sequence[Output]]]
     ) -> list[Boundary]:
         def specs(record: StepRecord, outputs: Iterable[Output]) -> tuple[TensorSpec, ...]:
-            return tuple(record.blocks[output.block].slots()[output.slot].spec for output in outputs)
+            return tuple(self.crossing.sent(_spec(record, output), record.hidden) for output in outputs)
 
         return [
             Boundary(
@@ -242,12 +247,12 @@ class Pipeline:
         return bool(names) and all(stage not in self.parameter_stages[name] for name in names)
 
     def _first_name(self, module: str, attribute: str) -> str | None:
-        parameter = self.root.get_submodule(module)._parameters[attribute]
+        parameter = self.root.get_submodule(module)._parameters.get(attribute)
         return next(
             (
                 n
                 for n, (owner, own) in self._owners.items()
-                if parameter is not None and owner._parameters[own] is parameter
+                if parameter is not None and owner._parameters.get(own) is parameter
             ),
             None,
         )
@@ -263,7 +268,7 @@ class Pipeline:
             self.plan,
             self.plan.blocks(stage.index),
             record,
-            {} if stage.is_first else dict(zip(cuts[stage.index - 1], inputs, strict=True)),
+            {} if stage.is_first else self._unpacked(record, cuts[stage.index - 1], inputs),
             () if stage.is_last else cuts[stage.index],
             self._dead[stage.index],
             self.device,
@@ -273,9 +278,21 @@ class Pipeline:
         with torch.set_grad_enabled(stage.has_backward), self.surroundings():
             result = one.run(lambda: running.step(running.pieces[microbatch]))
         if not stage.is_last:
-            return one.outputs()
+            return one.outputs(self.crossing)
         root = running.observer.finished(microbatch, result)
         return [] if root is None else [root]
+
+    def _unpacked(
+        self, record: StepRecord, outputs: Sequence[Output], tensors: Sequence[Tensor]
+    ) -> dict[Output, Tensor]:
+        return {
+            output: self.crossing.unpack(tensor, _spec(record, output), record.hidden)
+            for output, tensor in zip(outputs, tensors, strict=True)
+        }
+
+
+def _spec(record: StepRecord, output: Output) -> TensorSpec:
+    return record.blocks[output.block].slots()[output.slot].spec
 
 
 class _Step:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from lightning_4d import _torch_private as private
 from lightning_4d._torch_private import pytree
+from lightning_4d.parallel.sequence import attended_lengths
 
 
 class Parameter(NamedTuple):
@@ -75,6 +76,7 @@ class Flow:
         self.outside_writes = False  # code outside the blocks changes something in place
         self.uses: Counter[tuple[int, str]] = Counter()  # how many operations read a parameter, by place
         self.place = 0  # counts the boundaries of blocks
+        self.attended: list[int] = []  # lengths that the attention of the first block compares
         self._parameters: dict[int, str] = {}
         self._buffers: dict[int, str] = {}
         self.block: int | None = OUTSIDE
@@ -131,6 +133,8 @@ class Flow:
         result = operation(*args, **kwargs)
         if torch.Tag.nondeterministic_seeded in getattr(operation, "tags", ()) and operation not in _NOT_RANDOM:
             self.random.add(self.block)
+        if self.block == 0:
+            self.attended += attended_lengths(operation, args)
         if read:
             self.touched.setdefault(self.block, set()).update(read)
         if not _is_view(operation):

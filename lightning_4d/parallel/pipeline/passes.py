@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from lightning_4d import _torch_private as private
 from lightning_4d._torch_private import pytree
 from lightning_4d.errors import UnsupportedError, explain
+from lightning_4d.parallel.pipeline.crossing import Crossing
 from lightning_4d.parallel.pipeline.flow import Output
 from lightning_4d.parallel.pipeline.plan import StagePlan
 from lightning_4d.parallel.pipeline.randomness import seed_of, seeded
@@ -170,9 +171,14 @@ class StagePass:
             raise self._wrong_order("the step ended")
         return result
 
-    def outputs(self) -> list[Tensor]:
+    def outputs(self, crossing: Crossing) -> list[Tensor]:
         """Return what the next stage receives, each contiguous and no view, so that it can be sent and detached."""
-        return [_own_memory(self._sent[output], self._record, output) for output in self._sends]
+        return [_own_memory(self._packed(output, crossing)) for output in self._sends]
+
+    def _packed(self, output: Output, crossing: Crossing) -> Tensor:
+        block = self._record.blocks[output.block]
+        spec = block.slots()[output.slot].spec
+        return crossing.pack(_checked(self._sent[output], spec, block.name), spec, self._record.hidden)
 
     # --------------------------------------------------------------------------------------------------------- blocks
 
@@ -280,17 +286,20 @@ class StagePass:
         )
 
 
-def _own_memory(tensor: Tensor, record: StepRecord, output: Output) -> Tensor:
-    spec = record.blocks[output.block].slots()[output.slot].spec
+def _checked(tensor: Tensor, spec: TensorSpec, block: str) -> Tensor:
     if tuple(tensor.shape) != spec.shape or tensor.dtype != spec.dtype:
         raise UnsupportedError(
             explain(
-                f"block {record.blocks[output.block].name!r} returned a tensor of shape {tuple(tensor.shape)} and "
+                f"block {block!r} returned a tensor of shape {tuple(tensor.shape)} and "
                 f"{tensor.dtype} where {spec.shape} and {spec.dtype} were expected",
                 "the stage after it prepares for shapes that follow from the batch's shapes alone",
                 "let shapes inside the model not depend on the data's values",
             )
         )
+    return tensor
+
+
+def _own_memory(tensor: Tensor) -> Tensor:
     if not tensor.is_contiguous():
         return tensor.contiguous()
     return tensor.clone() if tensor.requires_grad and (tensor.is_leaf or tensor._is_view()) else tensor

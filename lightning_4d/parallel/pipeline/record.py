@@ -21,6 +21,7 @@ from lightning_4d.errors import UnsupportedError, explain
 from lightning_4d.parallel.blocks import Block
 from lightning_4d.parallel.pipeline.flow import Flow, Inside, Output, Parameter, Source, Sources, tensors_in
 from lightning_4d.parallel.pipeline.randomness import host_state
+from lightning_4d.parallel.sequence import find_sequence_dim, named_sequence_dim
 
 
 @dataclass(frozen=True)
@@ -98,6 +99,19 @@ class BlockRecord:
 
 
 @dataclass(frozen=True)
+class Hidden:
+    """The state that goes from block to block, as the first block gets it.
+
+    Attributes:
+        spec: what is known of it.
+        dim: the dim of the sequence.
+    """
+
+    spec: TensorSpec
+    dim: int
+
+
+@dataclass(frozen=True)
 class StepRecord:
     """One run of a step.
 
@@ -111,6 +125,7 @@ class StepRecord:
         writes_outside: whether code outside the blocks changes tensors in place.
         uses: how many operations read a parameter, by its name and the place: 2·k before block k, 2·k + 1 inside it.
         draws_on_host: whether the step draws from Python's or NumPy's generators.
+        hidden: what the first block gets; None where it has no sequence.
     """
 
     blocks: tuple[BlockRecord, ...]
@@ -122,6 +137,7 @@ class StepRecord:
     writes_outside: bool
     uses: Mapping[tuple[int, str], int]
     draws_on_host: bool = False
+    hidden: Hidden | None = None
 
     @property
     def order(self) -> tuple[str, ...]:
@@ -156,15 +172,18 @@ class Recorder:
         root: the module that the step runs on.
         blocks: its repeated blocks.
         flow: knows the parameters and buffers as the step will see them.
+        sequence_dim: of the blocks' inputs, if the user named it.
     """
 
-    def __init__(self, root: nn.Module, blocks: Sequence[Block], flow: Flow) -> None:
+    def __init__(self, root: nn.Module, blocks: Sequence[Block], flow: Flow, sequence_dim: int | None = None) -> None:
         self.flow = flow
         self._root = root
         self._names = {block.module: block.name for block in blocks}
         self._records: list[BlockRecord] = []
         self._stubs: dict[str, list[Any]] = {}
         self._late: set[Source] = set()
+        self._sequence_dim = sequence_dim
+        self._hidden: Hidden | None = None
         self._host_state = host_state()
 
     @contextmanager
@@ -225,6 +244,8 @@ class Recorder:
                     "return a new tensor instead, as in x = x + f(x)",
                 )
             )
+        if number == 0:
+            self._hidden = self._hidden_in(pytree.tree_leaves((args, kwargs)))
         needs |= flow.touched.get(number, set())
         needs = {source for source in needs if source != Inside(number)}
         self._check_known(needs, f"block {name!r}")
@@ -236,6 +257,13 @@ class Recorder:
         attributes = self._attributes(number, module, len(leaves))
         self._records.append(BlockRecord(name, described, structure, attributes, frozenset(needs)))
         return output
+
+    def _hidden_in(self, leaves: Sequence[Any]) -> Hidden | None:
+        if self._sequence_dim is not None:
+            found = named_sequence_dim(leaves, self._sequence_dim)
+        else:
+            found = find_sequence_dim(leaves, self.flow.attended)
+        return None if found is None else Hidden(TensorSpec.of(leaves[found[0]]), found[1])
 
     def _describe(self, number: int, leaves: Sequence[Any], arguments: Mapping[int, int]) -> tuple[Leaf, ...]:
         described: list[Leaf] = []
@@ -289,6 +317,7 @@ class Recorder:
             flow.outside_writes,
             dict(flow.uses),
             host_state() != self._host_state,
+            self._hidden,
         )
 
     def _check_known(self, sources: Iterable[Source], who: str) -> None:

@@ -105,7 +105,8 @@ def _map_specs(record: StepRecord, function: Callable[[TensorSpec], TensorSpec])
         name: tuple(pytree.tree_map(lambda leaf: _mapped(leaf, function), call) for call in calls)
         for name, calls in record.stubs.items()
     }
-    return replace(record, blocks=blocks, stubs=stubs)
+    hidden = None if record.hidden is None else replace(record.hidden, spec=function(record.hidden.spec))
+    return replace(record, blocks=blocks, stubs=stubs, hidden=hidden)
 
 
 def _mapped(leaf: Any, function: Callable[[TensorSpec], TensorSpec]) -> Any:

@@ -6,16 +6,17 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_4d.parallel.blocks import Block
+from lightning_4d.parallel.hooks import Hook, nothing
 from lightning_4d.parallel.tensor import rules  # noqa: F401  (registers the rules)
-from lightning_4d.parallel.tensor.boundary import open_boundaries
-from lightning_4d.parallel.tensor.group import TensorGroup
+from lightning_4d.parallel.tensor.boundary import Boundaries
+from lightning_4d.parallel.tensor.group import TensorGroup, cut
 from lightning_4d.parallel.tensor.parameters import Activity, Distributor
 from lightning_4d.parallel.tensor.plan import TensorPlan
-from lightning_4d.parallel.tensor.sharded import Runtime, whole_values
+from lightning_4d.parallel.tensor.sharded import Runtime, Sharded, whole_values
 
 _T = TypeVar("_T")
 _RESULT = "_lightning_4d_tensor_parallel"  # the attribute of the root that holds what was made of it
@@ -43,6 +44,7 @@ class TensorParallel:
     ) -> None:
         self.plan = plan
         self.activity = Activity()
+        self._blocks = blocks
         group = TensorGroup(mesh.get_group(), mesh.size(), mesh.get_local_rank())
         self.runtime = Runtime(group, sequence_parallel=sequence_parallel)
         self._distribute = Distributor(root, plan.splits(root), mesh, self.runtime, self.activity)
@@ -56,9 +58,27 @@ class TensorParallel:
         """
         self._distribute(modules)
 
-    def open_boundaries(self, modules: Sequence[Any]) -> None:
-        """Let parts of tensors cross the hooks of ``modules`` that FSDP2 has wrapped; the last one is the root."""
-        open_boundaries(modules[:-1])
+    def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
+        return nothing, ()  # a copy of the root divides nothing
+
+    def boundaries(self) -> Boundaries:
+        """Return what lets parts of tensors cross the hooks that FSDP2 puts on the blocks."""
+        return Boundaries(block.module for block in self._blocks)
+
+    def part_of(self, tensor: Tensor, dim: int | None) -> Tensor:
+        """Return this rank's part along ``dim`` of a tensor, whole or divided; the whole if None.
+
+        Which ranks must call: all of the group.
+        """
+        if isinstance(tensor, Sharded):
+            if dim is not None and tensor.split_dim == dim and tensor.parts == 1:
+                return tensor.local
+            tensor = tensor.gathered("it leaves a pipeline stage")
+        return tensor if dim is None else cut(tensor, dim, 1, self.runtime.group, "it leaves a pipeline stage")
+
+    def shown(self, part: Tensor, dim: int) -> Sharded:
+        """Return the tensor of which ``part`` is this rank's along ``dim``."""
+        return Sharded(part, dim, 1, self.runtime)
 
     def step(self, function: Callable[..., _T]) -> Callable[..., _T]:
         """Return ``function`` to be called as a step: its code reads parts, and what it returns is whole."""
@@ -79,13 +99,13 @@ class TensorParallel:
         inside = {module for block in blocks for module in block.module.modules()} - block_modules
         for module in root.modules():
             if module not in inside:
-                module.register_forward_pre_hook(self._enter, prepend=True)
-                module.register_forward_hook(self._leave, always_call=True)
+                module.register_forward_pre_hook(Hook(self._enter), prepend=True)
+                module.register_forward_hook(Hook(self._leave), always_call=True)
 
-    def _enter(self, module: nn.Module, args: Any) -> None:
+    def _enter(self, args: Any) -> None:
         self.activity.depth += 1
 
-    def _leave(self, module: nn.Module, args: Any, output: Any) -> Any:
+    def _leave(self, args: Any, output: Any) -> Any:
         self.activity.depth -= 1
         if self.activity.depth == 0:
             whole = whole_values(output)

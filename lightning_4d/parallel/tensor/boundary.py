@@ -1,7 +1,8 @@
 """Let sharded tensors cross the hooks that FSDP2 puts around a module.
 
 FSDP2 sends a module's inputs and outputs through autograd Functions, which have to see ordinary tensors. So a module's
-tensors are unwrapped before FSDP2's hooks and wrapped again after them.
+tensors are unwrapped before FSDP2's hooks and wrapped again after them: by hooks inside FSDP2's, which are registered
+before those, and hooks outside of them.
 """
 
 from __future__ import annotations
@@ -16,14 +17,27 @@ from lightning_4d.parallel.tensor.sharded import Sharded
 _Spec = tuple[int, int, Any, frozenset[str]] | None
 
 
-def open_boundaries(modules: Iterable[nn.Module]) -> None:
-    """Put hooks around those of ``modules``, which have FSDP2's already."""
-    for module in modules:
-        crossing = _Crossing()
-        module.register_forward_pre_hook(crossing.unwrap_inputs, prepend=True, with_kwargs=True)
-        module.register_forward_pre_hook(crossing.wrap_inputs, with_kwargs=True)
-        module.register_forward_hook(crossing.unwrap_output, prepend=True)
-        module.register_forward_hook(crossing.wrap_output)
+class Boundaries:
+    """The hooks of some modules around FSDP2's.
+
+    Args:
+        modules: those that FSDP2 will wrap, the root left out.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._crossings = [(module, _Crossing()) for module in modules]
+
+    def install_inside(self) -> None:
+        """Register the inner hooks: before FSDP2's, and after those that are to see whole tensors inside these."""
+        for module, crossing in self._crossings:
+            module.register_forward_pre_hook(crossing.wrap_inputs, prepend=True, with_kwargs=True)
+            module.register_forward_hook(crossing.unwrap_output)
+
+    def install_outside(self) -> None:
+        """Register the outer hooks: after FSDP2's, and before those that are to see whole tensors outside these."""
+        for module, crossing in self._crossings:
+            module.register_forward_pre_hook(crossing.unwrap_inputs, prepend=True, with_kwargs=True)
+            module.register_forward_hook(crossing.wrap_output)
 
 
 class _Crossing:

@@ -19,6 +19,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from lightning_4d._torch_private import strided_shard, strided_shard_parts
+from lightning_4d.absent import is_absent
+from lightning_4d.parallel.parts import mark_parameter
 from lightning_4d.parallel.tensor.sharded import Runtime, Sharded
 
 
@@ -83,9 +85,8 @@ def view(parameter: DTensor, runtime: Runtime, name: str) -> Tensor:
     """What user code computes with: this rank's part, or the whole."""
     split = split_of(parameter.placements[0])
     local = parameter.to_local()
-    if split is None:
-        return local
-    return Sharded(local, split.dim, split.parts, runtime, frozenset((name,)))
+    made = local if split is None else Sharded(local, split.dim, split.parts, runtime, frozenset((name,)))
+    return mark_parameter(made)
 
 
 def split_of(placement: Placement) -> Split | None:
@@ -152,14 +153,14 @@ class Distributor:
             own = (*module._parameters.values(), *module._buffers.values())
             tensors.update(dict.fromkeys(tensor for tensor in own if tensor is not None))
         for tensor in tensors:
-            if isinstance(tensor, DTensor) or tensor.numel() == 0:
+            if isinstance(tensor, DTensor) or tensor.numel() == 0 or is_absent(tensor):
                 continue
             data = tensor.detach().contiguous()
             dist.broadcast(data.view(-1).view(torch.uint8), source, group=group)
             tensor.detach().copy_(data)
 
     def _distributed(self, module: nn.Module, name: str, parameter: nn.Parameter) -> nn.Parameter:
-        if isinstance(parameter, DTensor):
+        if isinstance(parameter, DTensor) or is_absent(parameter):
             return parameter
         known, made = self._done.get(id(parameter), (None, None))
         if known is None or made is None or known() is not parameter:

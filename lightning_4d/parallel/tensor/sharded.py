@@ -22,6 +22,7 @@ from torch.overrides import resolve_name
 
 from lightning_4d._torch_private import make_wrapper, without_torch_function
 from lightning_4d.errors import UnsupportedError, explain
+from lightning_4d.parallel.parts import Divided
 from lightning_4d.parallel.tensor import group as collectives
 from lightning_4d.parallel.tensor.group import TensorGroup
 
@@ -70,7 +71,7 @@ class Runtime:
                 )
 
 
-class Sharded(Tensor):
+class Sharded(Divided):
     """A tensor whose dim ``dim`` is divided among the ranks of a group.
 
     The dim consists of ``parts`` equal parts, and each rank holds its share of each of them, in order: of the output of
@@ -84,8 +85,6 @@ class Sharded(Tensor):
         origin: names of the parameters that made it sharded.
     """
 
-    local: Tensor
-    split_dim: int
     parts: int
     runtime: Runtime
     origin: frozenset[str]
@@ -174,6 +173,12 @@ class Sharded(Tensor):
             lost = _grad_fn(self) is not None
         if lost:
             raise refusal()
+
+    @classmethod
+    def run_as(cls, rule: Any, function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+        """Call ``function`` on this rank's parts, as the rule for another one says, or on whole tensors."""
+        result = RULES[rule](function, args, kwargs)
+        return on_whole(function, args, kwargs) if result is NotImplemented else result
 
     @classmethod
     def __torch_function__(

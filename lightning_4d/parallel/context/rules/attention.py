@@ -10,9 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_4d.parallel.context.attention import context_attention
-from lightning_4d.parallel.context.communication import cut, gather
+from lightning_4d.parallel.context.communication import cut, gather_plain
 from lightning_4d.parallel.context.rules.align import aligned, lead_of
 from lightning_4d.parallel.context.tensor import SequenceTensor, rule, wrap
+from lightning_4d.parallel.parts import Divided
 
 Arguments = tuple[Any, ...]
 Named = Mapping[str, Any]
@@ -48,24 +49,43 @@ def _attention(
         return _by_batch(query, key, value, attn_mask, is_causal, scale, enable_gqa)
     if back != 2 or not 3 <= query.dim() <= 4 or not all(x.dim() == query.dim() for x in (key, value)):
         return NotImplemented
-    return _by_position(query, key, value, attn_mask, is_causal, scale)
+    return _by_position(query, key, value, attn_mask, is_causal, scale, enable_gqa)
 
 
-def _by_position(query: SequenceTensor, key: Any, value: Any, mask: Any, is_causal: bool, scale: float | None) -> Any:
+def _by_position(
+    query: SequenceTensor, key: Any, value: Any, mask: Any, is_causal: bool, scale: float | None, enable_gqa: bool
+) -> Any:
     """Queries are divided. Keys and values that are whole are divided too, or were from the start."""
     groups = query.sharding.groups
     keys = _divided(key, query)
     values = _divided(value, query)
     if keys is None or values is None or not keys.sharding.same_positions(values.sharding):
         return NotImplemented
-    mask = gather(mask.part, mask.sharding) if isinstance(mask, SequenceTensor) else mask
+    mask = gather_plain(mask.part, mask.sharding) if isinstance(mask, SequenceTensor) else mask
     q, k, v = (x.part for x in (query, keys, values))
     flat = query.dim() == 3
     if flat:  # (heads of all samples, T, D)
         q, k, v = (part.unsqueeze(0) for part in (q, k, v))
-    out = context_attention(
-        q, k, v, groups, query.sharding.layout, keys.sharding.layout, mask=mask, is_causal=is_causal, scale=scale
-    )
+
+    def attend(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        layouts = query.sharding.layout, keys.sharding.layout
+        return context_attention(q, k, v, groups, *layouts, mask=attn_mask, is_causal=is_causal, scale=scale)
+
+    named = {"attn_mask": mask, "is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
+    kind = next((type(part) for part in (q, k, v, mask) if isinstance(part, Divided)), None)
+    if kind is None:
+        out = attend(q, k, v, **named)
+    else:  # each of its ranks computes its heads
+        out = kind.run_as(F.scaled_dot_product_attention, attend, (q, k, v), named)
     return wrap(out.squeeze(0) if flat else out, query.sharding)
 
 
