@@ -18,7 +18,7 @@ from lightning_4d import NDStrategy
 from lightning_4d._torch_private import HAS_STRIDED_SHARDS
 from tests.harness import compare, reference, train
 from tests.modules import TinyGPT, WithScalar
-from tests.parallel.tensor.modules import Llama, NanoGPT
+from tests.parallel.tensor.modules import Llama, NanoGPT, NormedGPT
 from tests.strategies.scenarios import numbers, quiet, sharded, trainer_with
 from tests.strategies.test_data import reading
 from tests.strategies.test_initialization import initial, initial_alone
@@ -256,6 +256,16 @@ def test_dropout_has_one_mask_where_ranks_hold_the_same_and_another_on_each_part
 @pytest.mark.parametrize("vocab", [7, 8])
 def test_H1_H2_losses_over_classes_that_divide_and_that_do_not(pool, options, vocab):
     check(pool, partial(Llama, layers=1, vocab=vocab, loss_options=options, lr=0.02), 2, steps=2)
+
+
+# ---------------------------------------------------------------------------------------------- with sequences divided
+
+
+def test_C2_F9_norms_of_queries_and_keys_with_divided_sequences(pool):
+    expected = reference(pool, 1, NormedGPT, limit_val_batches=2)
+    layout = partial(NDStrategy, context_parallel_size=2, tensor_parallel_size=2)
+    for rank, actual in enumerate(pool.run(4, train, NormedGPT, layout, limit_val_batches=2)):
+        compare(actual, expected[0], rtol=1e-10, label=f"rank {rank} ")  # the shown loss is the whole one, on each
 
 
 # ------------------------------------------------------------------------------------------------- whole parameters
