@@ -17,8 +17,8 @@ QUIET_IN_LOG := $$(test -t 1 || echo --quiet)
 help:  ## list these commands
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
 
-demo: $(VENV)/.installed  ## install what is needed, then train a small GPT with HSDP on 4 local processes
-	$(BIN)/python examples/train_gpt.py fit --config examples/configs/hsdp.yaml
+demo: $(VENV)/.installed  ## install what is needed, then train a small GPT on 8 local processes: 2 stages x 2 x 2
+	$(BIN)/python examples/train_gpt.py fit --config examples/configs/nd.yaml
 
 test: $(VENV)/.installed  ## install what is needed, then run the tests
 	$(BIN)/python -m pytest

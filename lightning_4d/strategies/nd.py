@@ -6,6 +6,7 @@ Its hooks are a few lines each: what they do is in the mechanism that they call.
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -32,6 +33,7 @@ from lightning.pytorch.strategies.launchers.subprocess_script import _Subprocess
 from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning.pytorch.strategies.strategy import TBroadcast
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lightning.pytorch.utilities.rank_zero import rank_zero_only as pytorch_rank_zero_only
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor
@@ -59,6 +61,7 @@ from lightning_4d.strategies.model_ranks import ContextOptions, ModelRanks, inst
 from lightning_4d.strategies.pipeline_metrics import normalise_over, reduce_over
 from lightning_4d.strategies.pipeline_steps import PipelineOptions, PipelineSteps
 from lightning_4d.strategies.precision import adapt_precision_plugin
+from lightning_4d.strategies.summary import describe_division
 from lightning_4d.strategies.support import (
     converts_to,
     refuse_changed_model,
@@ -300,6 +303,10 @@ class NDStrategy(ParallelStrategy):
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
+        for line in describe_division(self):
+            rank_zero_info(line)
+        if self.data_parallel_size == 1:  # every rank logs the value of all samples
+            warnings.filterwarnings("ignore", message=r".*sync_dist=True.* when logging on epoch level in distributed")
         if trainer.state.fn == TrainerFn.FITTING:
             _optimizers_to_device(self.optimizers, self.root_device)
 
@@ -400,6 +407,16 @@ class NDStrategy(ParallelStrategy):
         """Which dim of the blocks' inputs is the sequence's, if the user named it."""
         dim = self._context_options.sequence_dim
         return dim if isinstance(dim, int) else None
+
+    @property
+    def context_parallel_attention(self) -> str:
+        """How context-parallel ranks compute attention: ring, ulysses or hybrid."""
+        return self._context_options.attention
+
+    @property
+    def tensor(self) -> TensorParallel | None:
+        """The division of layers, from set-up on; None without one."""
+        return self._tensor
 
     def crossings(self) -> Crossings:
         """Return how divided tensors cross from stage to stage; at set-up, when they are divided."""

@@ -42,6 +42,7 @@ class TensorParallel:
         *,
         sequence_parallel: bool = False,
     ) -> None:
+        self.root = root
         self.plan = plan
         self.activity = Activity()
         self._blocks = blocks

@@ -107,7 +107,19 @@ def _data(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     *getter("is_cuda", "is_cpu", "is_meta", "is_sparse", "is_quantized", "is_nested", "layout", "itemsize", "is_leaf")
 )
 @rule(
-    *getter("dtype", "device", "is_mps", "is_xpu", "is_mkldnn", "is_complex", "names", "nbytes", "_version", "output_nr", "retains_grad")
+    *getter(
+        "dtype",
+        "device",
+        "is_mps",
+        "is_xpu",
+        "is_mkldnn",
+        "is_complex",
+        "names",
+        "nbytes",
+        "_version",
+        "output_nr",
+        "retains_grad",
+    )
 )
 @rule(*functions("is_floating_point is_complex element_size is_contiguous is_pinned is_inference get_device is_signed"))
 @rule(*functions("is_same_size retain_grad result_type stride"))
