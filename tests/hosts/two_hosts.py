@@ -27,6 +27,7 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 from pathlib import Path
 from typing import IO, NoReturn
 
@@ -156,19 +157,24 @@ def same(actual: list[float], expected: list[float]) -> bool:
 
 
 def run_inside(folder: Path, steps: int) -> NoReturn:
-    """As the first process of the namespaces: make the second machine and the cable, train, and end with all others."""
+    """As the first process of the namespaces: train on one process, then on two machines, and end with all others."""
     threading.Thread(target=end_with, args=(sys.stdin.buffer, folder), daemon=True).start()
-    codes = wait([start_one(folder, steps)])
-    if any(code != 0 for code in codes):
+    try:
+        codes = wait([start_one(folder, steps)]) or train_on_two(folder, steps)
+    except BaseException:  # also of what the other thread has killed: it has to come to its own end
+        traceback.print_exc()
         end(1)
+    end(int(any(codes)))
+
+
+def train_on_two(folder: Path, steps: int) -> list[int]:
+    """Make the second machine and the cable, train on both; exit statuses that are not 0."""
     socket.sethostname("host0")
     second = start_second_host()
     lay_cable(second)
-    processes = [start_training(0, [], folder, steps), start_training(1, into(second), folder, steps)]
-    codes = wait(processes)
-    sent = [sent_by([]), sent_by(into(second))]
-    (folder / "sent.json").write_text(json.dumps(sent))
-    end(int(any(code != 0 for code in codes)))
+    failed = wait([start_training(0, [], folder, steps), start_training(1, into(second), folder, steps)])
+    (folder / "sent.json").write_text(json.dumps([sent_by([]), sent_by(into(second))]))
+    return failed
 
 
 def end(status: int) -> NoReturn:
@@ -241,15 +247,19 @@ def start_training(host: int, prefix: list[str], folder: Path, steps: int) -> su
     return started(command, folder / "two", folder / f"host{host}.log")
 
 
-def wait(processes: list[subprocess.Popen[bytes]]) -> list[int | None]:
-    """Wait until all have ended, one has failed, or the time is up; their exit statuses."""
+def wait(processes: list[subprocess.Popen[bytes]]) -> list[int]:
+    """Wait until all have ended or one has failed; the exit statuses that are not 0.
+
+    Raises:
+        TimeoutError: they take too long.
+    """
     deadline = time.monotonic() + LIMIT
     while time.monotonic() < deadline:
         codes = [process.poll() for process in processes]
         if all(code is not None for code in codes) or any(codes):
-            return codes
+            return [code for code in codes if code]
         time.sleep(0.1)
-    return [process.poll() for process in processes]
+    raise TimeoutError(f"not done in {LIMIT} s")
 
 
 def sent_by(prefix: list[str]) -> int:

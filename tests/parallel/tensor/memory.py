@@ -82,7 +82,6 @@ class Watching(Callback):
         if type(value) is Sharded:
             value = value.entered_whole if value.entered_whole is not None else value.local
         self._outside.add(_address(value))
-        self._input = args[0]
         self._depth += 1
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -112,7 +111,9 @@ class Watching(Callback):
             {name: _bytes(p.grad) for name, p in parameters.items() if p.grad is not None}
         )
 
-    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         if not self._hooks:
             return
         for hook in self._hooks:
