@@ -621,7 +621,9 @@ def run_schedule(schedule: Any, microbatches: int, *, backward: bool) -> None:
     before = schedule._has_backward
     schedule._has_backward = backward
     # An error in the user's step would be preceded by a hundred lines that draw the schedule.
-    logging.getLogger("torch.distributed.pipelining.schedules").setLevel(logging.CRITICAL)
+    logger = logging.getLogger("torch.distributed.pipelining.schedules")
+    if logger.level != logging.CRITICAL:  # to set it takes a millisecond, since all loggers are looked at
+        logger.setLevel(logging.CRITICAL)
     try:
         schedule._step_microbatches(
             [()] * microbatches, [{}] * microbatches, [None] * microbatches, None, return_outputs=False

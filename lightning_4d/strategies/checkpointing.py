@@ -246,7 +246,10 @@ class CheckpointTranslator:
         present, rank = self._strategy.data_parallel_size, self._strategy.data_parallel_rank
         state = self._rank_state(content, rank if written == present else 0)
         if written != present:
-            return rank_state.give_back_elsewhere(content, state, weights_only, written, present)
+            content, self._pending_positions = rank_state.give_back_elsewhere(
+                content, state, weights_only, written, present
+            )
+            return content
         resumed = rank_state.give_back(content, state, weights_only)
         self._pending_random_state, self._pending_positions = resumed.random, resumed.positions
         return resumed.checkpoint

@@ -3,6 +3,9 @@
 After a resume Lightning continues loaders that have ``state_dict`` and ``load_state_dict``; a plain DataLoader starts
 again. Here a map-style DataLoader gets both: the batches that are done are skipped as indices, none of them is loaded.
 
+Also on another number of data-parallel ranks, where these read the same samples in each step: torch's own order, as
+many samples per step.
+
 Exact for samplers that draw from the global generators when a pass starts (torch's all do) or by epoch. Random numbers
 that DataLoader *workers* drew for the skipped batches are not drawn again, so augmentation in workers differs from the
 uninterrupted run until the next pass.
@@ -21,7 +24,7 @@ import torch
 from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning.fabric.utilities.types import _Stateful
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, SequentialSampler
 
 from lightning_4d.strategies import random_state
 
@@ -126,10 +129,26 @@ class Position:
             "beginning": self._beginning if done else None,
             "generators": self._generator_states(),
             "seeds": [getattr(s, "seed", None) for s in self._samplers],
+            "order": self._order(),
+            "batch_size": self._loader.batch_size,
         }
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Continue from ``state`` at the next iteration; restart, with a warning, if the loader's length is another."""
+        """Continue from ``state`` at the next iteration; restart, with a warning, where that is another position.
+
+        Args:
+            state: what :meth:`state` gave, with ``"ranks"`` added, the data-parallel ranks that wrote it and those that
+                there are, if these are not as many.
+        """
+        ranks = state.get("ranks")
+        if ranks is not None and state["batches"] and not self._reads_the_same(state, *ranks):
+            rank_zero_warn(
+                f"The checkpoint was written in mid-epoch by {ranks[0]} data-parallel ranks and resumed by {ranks[1]}, "
+                "which read other samples: the training data of this epoch starts again, so that samples "
+                "repeat. Resume with the same number, with as many samples per step and torch's own samplers, or from "
+                "the end of an epoch."
+            )
+            return
         if state["batches"] and state["length"] != self._length():
             rank_zero_warn(
                 f"The checkpoint was written after {state['batches']} of {state['length']} batches of a training "
@@ -143,6 +162,23 @@ class Position:
         for sampler, seed in zip(self._samplers, state["seeds"], strict=True):
             if isinstance(sampler, DistributedSampler):  # the order of all epochs, whatever is seeded now
                 sampler.seed = seed
+
+    def _reads_the_same(self, state: Mapping[str, Any], written: int, present: int) -> bool:
+        """Whether all ranks together read the samples of each step that those did which wrote ``state``."""
+        order, size = self._order(), self._loader.batch_size
+        if order is None or order != state.get("order") or size is None or state["length"] != self._length():
+            return False
+        return size * present == (state.get("batch_size") or 0) * written
+
+    def _order(self) -> str | None:
+        """What the order of samples depends on beside the epoch, over all ranks; None for anything else."""
+        batch_sampler = self._samplers[1]
+        sampler = getattr(batch_sampler, "sampler", None)
+        if type(batch_sampler) is not BatchSampler:
+            return None
+        if type(sampler) is DistributedSampler:
+            return f"shuffled by seed {sampler.seed}" if sampler.shuffle else "in order"
+        return "in order" if type(sampler) is SequentialSampler else None
 
     def take_resume(self) -> bool:
         """Whether the iteration that starts now is the first one after a resume."""
@@ -169,7 +205,8 @@ class Position:
         """Begin the pass as it began, and skip; then every generator is where the checkpoint has it."""
         self._beginning = beginning = state["beginning"]
         present = random_state.capture()
-        random_state.restore(beginning["random"])
+        if beginning["random"] is not None:
+            random_state.restore(beginning["random"])
         self._restore_generators(beginning["generators"])
         for observed, epoch in zip(self._samplers, beginning["epochs"], strict=True):
             if isinstance(observed, DistributedSampler):

@@ -338,7 +338,7 @@ class PipelineSteps:
         strategy, module, pipeline = self._strategy, self._strategy._module, self.pipeline
         strategy.model_ranks.check("training_step", batch)
         pieces = self._pieces(batch)
-        records = [self._records.get("training_step", piece, arguments) for piece in pieces]
+        records = self._records.get_all("training_step", pieces, arguments)
         for record in records[:1]:
             self._check(record, "training_step", len(pieces))
         scale = self._loss_scale()

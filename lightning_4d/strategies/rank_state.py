@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from lightning_4d.strategies import random_state
@@ -48,16 +47,23 @@ def give_back(checkpoint: Mapping[str, Any], state: Tensor, weights_only: bool |
 
 def give_back_elsewhere(
     checkpoint: Mapping[str, Any], state: Tensor, weights_only: bool | None, written: int, present: int
-) -> dict[str, Any]:
-    """As :func:`give_back` for another number of data-parallel ranks: warn if data starts again in mid-epoch."""
+) -> tuple[dict[str, Any], list[Any]]:
+    """As :func:`give_back` for another number of data-parallel ranks; random numbers are not those of any of them.
+
+    Returns:
+        The checkpoint, and positions for the training DataLoaders.
+    """
     loaders = _decode(state, weights_only)["loaders"]
-    if any(_is_ours(loader) and loader[MARK]["batches"] for loader in loaders):
-        rank_zero_warn(
-            f"The checkpoint was written in mid-epoch by {written} data-parallel ranks and is resumed by {present}: "
-            "the training data of this epoch starts again, so that samples repeat. Resume with the same number, or "
-            "from the end of an epoch."
-        )
-    return _with_loader_states(checkpoint, [{MARK: None} if _is_ours(loader) else loader for loader in loaders])
+    positions = [_elsewhere(loader[MARK], (written, present)) for loader in loaders if _is_ours(loader)]
+    kept = [{MARK: None} if _is_ours(loader) else loader for loader in loaders]
+    return _with_loader_states(checkpoint, kept), positions
+
+
+def _elsewhere(position: Mapping[str, Any], ranks: tuple[int, int]) -> dict[str, Any]:
+    beginning = position["beginning"]
+    if beginning is not None:
+        beginning = {**beginning, "random": None, "generators": []}
+    return {**position, "beginning": beginning, "generators": [], "ranks": ranks}
 
 
 def _is_ours(state: Any) -> bool:

@@ -7,10 +7,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, cast
+from weakref import WeakKeyDictionary
 
 import torch
 from lightning.pytorch import LightningModule
-from torch import Tensor
+from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
 
 from lightning_4d.errors import UnsupportedError, explain
@@ -66,9 +67,16 @@ class StepLog:
                 vars(module)["log"] = before
 
 
+_attributes: WeakKeyDictionary[LightningModule, dict[str, str]] = WeakKeyDictionary()  # by key, as last found
+
+
 def _attribute(module: LightningModule, name: str, metric: Any) -> str:
+    known = _attributes.setdefault(module, {})
+    if name in known and _at(module, known[name]) is metric:
+        return known[name]
     for attribute, child in module.named_modules():
         if child is metric:
+            known[name] = attribute
             return attribute
     raise UnsupportedError(
         explain(
@@ -77,6 +85,12 @@ def _attribute(module: LightningModule, name: str, metric: Any) -> str:
             "assign it in __init__, as in self.accuracy = ...",
         )
     )
+
+
+def _at(module: nn.Module | None, path: str) -> nn.Module | None:
+    for name in path.split("."):
+        module = None if module is None else module._modules.get(name)
+    return module
 
 
 def replay(module: LightningModule, options: dict[str, dict[str, Any]], values: dict[str, Any]) -> None:

@@ -46,11 +46,17 @@ class StepRecords:
         Raises:
             UnsupportedError: the step cannot be followed.
         """
-        assert self._module is not None
-        key = (name, self._state(), signature(batch), len(arguments))
+        return self.get_all(name, [batch], arguments)[0]
+
+    def get_all(self, name: str, batches: Sequence[Any], arguments: tuple[Any, ...]) -> list[StepRecord]:
+        """Return the records of one step's microbatches, see :meth:`get`; the module is looked at once for all."""
+        state = self._state()
+        return [self._get((name, state, signature(batch), len(arguments)), batch, arguments) for batch in batches]
+
+    def _get(self, key: tuple[Any, ...], batch: Any, arguments: tuple[Any, ...]) -> StepRecord:
         record = self._kept.get(key)
         if record is None:
-            record = self._new(key, name, batch, arguments)
+            record = self._new(key, batch, arguments)
         self._kept[key] = record
         self._kept.move_to_end(key)
         if len(self._kept) > _MOST:
@@ -64,11 +70,14 @@ class StepRecords:
         """
         assert self._module is not None
         modes = bytes(module.training for module in self._modules)
-        return modes, bytes(p.requires_grad for p in self._module.parameters()), self._module.current_epoch
+        # Not `parameters()`: it walks the module tree anew, which takes milliseconds.
+        owned = (module._parameters.values() for module in self._modules)
+        trained = bytes(p.requires_grad for values in owned for p in values if p is not None)
+        return modes, trained, self._module.current_epoch
 
-    def _new(self, key: tuple[Any, ...], name: str, batch: Any, arguments: tuple[Any, ...]) -> StepRecord:
+    def _new(self, key: tuple[Any, ...], batch: Any, arguments: tuple[Any, ...]) -> StepRecord:
         assert self._module is not None
-        shapes = signature(batch)
+        name, shapes = key[0], key[2]
         family = self._families.setdefault((*key[:2], family_of(shapes), len(arguments)), ShapeFamily())
         record = family.predict(shapes)
         if record is None:

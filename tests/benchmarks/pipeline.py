@@ -3,8 +3,10 @@
     python -m tests.benchmarks pipeline [--readme] [--bubble-only | --speed-only]
 
 Busy: four stages whose blocks wait a fixed time, so that few cores do not distort it; the share of a step in which a
-rank has work, beside that of the schedule's own actions without any cost of running them. Speed: two stages of a GPT
-under 1F1B, against ``torch.distributed.pipelining`` driven by hand, alternately in one run.
+rank has work, beside that of the schedule's own actions without any cost of running them. Running and sending costs
+milliseconds per action whatever blocks compute, so a stage's forward waits as long as stages of real models compute,
+0.1 s, and the last column tells that cost itself, from the most microbatches. Speed: two stages of a GPT under 1F1B
+against ``torch.distributed.pipelining`` driven by hand, in the same processes, one step of each after the other.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ from tests.modules import TinyGPT
 from tests.pool import Pool
 
 STAGES = 4
-UNIT = 0.03  # seconds of a stage's forward, of its input gradient, and of its weight gradient
+UNIT = 0.1  # seconds of a stage's forward, of its input gradient, and of its weight gradient
 BUSY = [("gpipe", (1, 4, 8, 16)), ("1f1b", (4, 8, 16)), ("interleaved_1f1b", (4, 8, 16)), ("zbv", (4, 8, 16))]
 PICTURE = Path(__file__).parents[2] / "docs" / "images" / "pipeline.png"
 
@@ -85,10 +87,12 @@ class WaitingModule(LightningModule):
     def __init__(self, blocks: int, rows: int, steps: int) -> None:
         super().__init__()
         self.rows, self.steps = rows, steps
+        self.scale = nn.Parameter(torch.ones(2))  # before the blocks, so that the first of them has an input gradient
         self.blocks = nn.ModuleList(Waiting(UNIT * STAGES / blocks) for _ in range(blocks))
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         (x,) = batch
+        x = x * self.scale
         for block in self.blocks:
             x = block(x)
         return x.mean()
@@ -133,9 +137,9 @@ def fit(module: LightningModule, strategy: Any, devices: int, clock: Clock, **se
 
 
 def busy(schedule: str, microbatches: int) -> float:
-    """On one rank: which part of the shortest step is its work."""
+    """On one rank: seconds of the shortest step, without the first two, which also check what they were given."""
     stages = STAGES * find_schedule(schedule).default_stages_per_rank
-    steps, clock = 4, Clock()
+    steps, clock = 5, Clock()
     strategy = NDStrategy(
         pipeline_parallel_size=STAGES,
         pipeline_schedule=schedule,
@@ -144,30 +148,33 @@ def busy(schedule: str, microbatches: int) -> float:
     )
     module = WaitingModule(stages, microbatches, steps)
     fit(module, strategy, STAGES, clock, max_epochs=1)
-    return 3 * UNIT * microbatches / min(clock.seconds[1:])
+    return min(clock.seconds[2:])
 
 
-def theory(schedule: str, microbatches: int) -> float:
+def theory(schedule: str, microbatches: int) -> tuple[float, int]:
+    """Which part of a step is work by the schedule's actions alone, and how many of them a rank has."""
     kind = find_schedule(schedule)
     stages = STAGES * kind.default_stages_per_rank
     one = {"forward": 1.0, "backward": 2.0, "input_gradient": 1.0, "weight_gradient": 1.0}
-    return efficiency(simulate(action_list(kind, STAGES, stages, microbatches), one))
+    spans = simulate(action_list(kind, STAGES, stages, microbatches), one)
+    return efficiency(spans), len(spans) // STAGES
 
 
 def measure_busy() -> list[dict[str, str]]:
     rows = []
     found: dict[str, list[tuple[int, float, float]]] = {}
     for schedule, counts in BUSY:
-        cells = {"schedule": schedule}
+        cells, cost = {"schedule": schedule}, 0.0
         for count in track((1, 4, 8, 16), description=schedule, transient=True):
             if count not in counts or not find_schedule(schedule).allows_microbatches(count, STAGES):
                 cells[f"{count} microbatches"] = "–"
                 continue
-            measured = min(Pool().run(STAGES, busy, schedule, count, timeout=300))
-            expected = theory(schedule, count)
-            found.setdefault(schedule, []).append((count, measured, expected))
-            cells[f"{count} microbatches"] = f"{measured:.1%} ({expected:.1%})"
-        rows.append(cells)
+            seconds, work = max(Pool().run(STAGES, busy, schedule, count, timeout=300)), 3 * UNIT * count
+            expected, actions = theory(schedule, count)
+            found.setdefault(schedule, []).append((count, work / seconds, expected))
+            cells[f"{count} microbatches"] = f"{work / seconds:.1%} ({expected:.1%})"
+            cost = (seconds - work / expected) / actions
+        rows.append(cells | {"beyond theory, per action": f"{1e3 * cost:.1f} ms"})
     draw(found)
     return rows
 
@@ -225,41 +232,58 @@ class SecondHalf(nn.Module):
         return self.head(self.norm(x_BTC))
 
 
-def ours(model: partial[TinyGPT], microbatches: int, split: int, steps: int) -> list[float]:
-    clock = Clock()
+class HandWritten:
+    """The loop that one would write, on this rank: calling it runs one step."""
+
+    def __init__(self, whole: TinyGPT, microbatches: int, split: int) -> None:
+        self._rank = dist.get_rank()
+        half = FirstHalf(whole, split) if self._rank == 0 else SecondHalf(whole, split)
+        stage = PipelineStage(half, self._rank, 2, torch.device("cpu"))
+        self._schedule = Schedule1F1B(stage, microbatches, loss_fn=_cross_entropy)
+        self._optimizer = torch.optim.SGD(half.parameters(), lr=whole.lr)
+        self._loader = iter(whole.train_dataloader())
+
+    def __call__(self) -> None:
+        (tokens_BT,) = next(self._loader)
+        self._optimizer.zero_grad()
+        if self._rank == 0:
+            self._schedule.step(tokens_BT[:, :-1].contiguous())
+        else:
+            self._schedule.step(target=tokens_BT[:, 1:].contiguous())
+        self._optimizer.step()
+
+
+def _cross_entropy(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(logits_BTV.flatten(0, 1), targets_BT.flatten())
+
+
+class Alternately(Callback):
+    """After each step of the Trainer one of another loop; the duration of both, the Trainer's own work included."""
+
+    def __init__(self, other: HandWritten) -> None:
+        self._other, self._start = other, 0.0
+        self.ours: list[float] = []
+        self.by_hand: list[float] = []
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.ours.append(time.perf_counter() - self._start)
+        dist.barrier()
+        start = time.perf_counter()
+        self._other()
+        self.by_hand.append(time.perf_counter() - start)
+        dist.barrier()
+        self._start = time.perf_counter()
+
+
+def pairs(model: partial[TinyGPT], microbatches: int, split: int, steps: int) -> list[tuple[float, float]]:
+    """On one rank: seconds of steps, ours and the one by hand that followed; the first three of each left out."""
     seed_everything(0, verbose=False)
+    alternately = Alternately(HandWritten(model(), microbatches, split))
     strategy = NDStrategy(
         pipeline_parallel_size=2, num_microbatches=microbatches, pipeline_split=[0, split], pipeline_schedule="1f1b"
     )
-    fit(model(), strategy, 2, clock, max_steps=steps + 2)
-    return clock.seconds[2:]
-
-
-def by_hand(model: partial[TinyGPT], microbatches: int, split: int, steps: int) -> list[float]:
-    seed_everything(0, verbose=False)
-    whole, rank = model(), dist.get_rank()
-    half = FirstHalf(whole, split) if rank == 0 else SecondHalf(whole, split)
-    stage = PipelineStage(half, rank, 2, torch.device("cpu"))
-
-    def loss(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
-        return nn.functional.cross_entropy(logits_BTV.flatten(0, 1), targets_BT.flatten())
-
-    schedule = Schedule1F1B(stage, microbatches, loss_fn=loss)
-    optimizer = torch.optim.SGD(half.parameters(), lr=whole.lr)
-    seconds = []
-    loader = iter(whole.train_dataloader())
-    for _ in range(steps + 2):
-        dist.barrier()
-        start = time.perf_counter()
-        (tokens_BT,) = next(loader)
-        optimizer.zero_grad()
-        if rank == 0:
-            schedule.step(tokens_BT[:, :-1].contiguous())
-        else:
-            schedule.step(target=tokens_BT[:, 1:].contiguous())
-        optimizer.step()
-        seconds.append(time.perf_counter() - start)
-    return seconds[2:]
+    fit(model(), strategy, 2, alternately, max_steps=steps + 3)
+    return list(zip(alternately.ours, alternately.by_hand, strict=True))[3:]
 
 
 def measure_speed(rounds: int, steps: int) -> list[dict[str, str]]:
@@ -270,18 +294,17 @@ def measure_speed(rounds: int, steps: int) -> list[dict[str, str]]:
             Benchmarked, vocab=256, dim=dim, heads=8, layers=layers, length=128, batch_size=batch,
             samples=batch * (steps + 4),
         )  # fmt: skip
-        taken: dict[str, list[float]] = {"ours": [], "by hand": []}
-        for number in track(range(rounds), description=f"{microbatches} microbatches", transient=True):
-            order = [("ours", ours), ("by hand", by_hand)]
-            for name, contender in order if number % 2 == 0 else reversed(order):
-                ranks = Pool().run(2, contender, model, microbatches, layers // 2, steps, timeout=600)
-                taken[name].append(statistics.median(max(pair) for pair in zip(*ranks, strict=True)))
-        ratios = [hand / own for hand, own in zip(taken["by hand"], taken["ours"], strict=True)]
+        rounds_of_pairs: list[list[tuple[float, float]]] = []
+        for _ in track(range(rounds), description=f"{microbatches} microbatches", transient=True):
+            ranks = Pool().run(2, pairs, model, microbatches, layers // 2, steps, timeout=600)
+            rounds_of_pairs.append([(max(a[0], b[0]), max(a[1], b[1])) for a, b in zip(*ranks, strict=True)])
+        own, hand = zip(*(pair for found in rounds_of_pairs for pair in found), strict=True)
+        ratios = [statistics.median(hand / own for own, hand in found) for found in rounds_of_pairs]
         rows.append(
             {
                 "GPT": f"{layers} blocks of {dim}, {microbatches} microbatches of 2 x 128",
-                "step, s": f"{statistics.median(taken['ours']):.3f}",
-                "by hand, s": f"{statistics.median(taken['by hand']):.3f}",
+                "step, s": f"{statistics.median(own):.3f}",
+                "by hand, s": f"{statistics.median(hand):.3f}",
                 "by hand / ours": f"{statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})",
             }
         )

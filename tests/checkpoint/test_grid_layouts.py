@@ -12,6 +12,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.optim import SGD, Optimizer
+from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_4d import NDStrategy
 from lightning_4d.checkpoint import consolidate
@@ -41,6 +42,12 @@ class Momentum(GridGPT):
         super().__init__(tied=True, batch_size=batch_size)
         self.seen: list[float] = []  # mean over data-parallel ranks of each step's loss
 
+    def train_dataloader(self) -> DataLoader:
+        """In order whatever the number of ranks: the samplers that Lightning inserts shuffle."""
+        data = self.dataset("train")
+        kwargs = self.trainer.strategy.distributed_sampler_kwargs
+        return DataLoader(data, self.batch_size, sampler=DistributedSampler(data, shuffle=False, **kwargs))
+
     def configure_optimizers(self) -> Optimizer:
         return SGD(self.parameters(), lr=0.1, momentum=0.9)
 
@@ -53,10 +60,11 @@ def strategy(sizes: dict[str, int], **options: Any) -> NDStrategy:
 
 
 def run(sizes: dict[str, int], steps: int, **kwargs: Any) -> list[float]:
-    warnings.filterwarnings("ignore", message=".*was written in mid-epoch by")
+    warnings.filterwarnings("error", message=".*was written in mid-epoch by")  # the data goes on where it was
     options = kwargs.pop("options", {})
     data = sizes.get("data_parallel_replicate_size", 1) * sizes.get("data_parallel_shard_size", 1)
-    _, trained = fit(partial(Momentum, ROWS // data), strategy(sizes, **options), steps, **kwargs)
+    settings = {"use_distributed_sampler": False, **kwargs}
+    _, trained = fit(partial(Momentum, ROWS // data), strategy(sizes, **options), steps, **settings)
     return trained.seen
 
 

@@ -77,6 +77,7 @@ class Pipeline:
         self._stages: dict[tuple[bool, ...], list[Stage]] = {}
         self._schedules: dict[tuple[str, int, int], Any] = {}
         self._dead: dict[int, frozenset[str]] = {}
+        self._places: dict[int, list[tuple[nn.Module, str]]] = {}
         self._running: _Step | None = None
         self._carried: dict[int, tuple[StepRecord, list[tuple[Output, ...]]]] = {}
 
@@ -200,14 +201,17 @@ class Pipeline:
 
     def weights(self, stage: int) -> list[Tensor]:
         """Return the parameters that autograd sees on a stage, gathered ones where they are gathered."""
-        inside = [self.root.get_submodule(self.plan.order[b]).parameters() for b in self.plan.blocks(stage)]
-        found = dict.fromkeys(p for parameters in inside for p in parameters)
-        for name, stages in self.parameter_stages.items():
-            module, attribute = self._owners[name]
-            parameter = module._parameters.get(attribute)  # not by index: that is what steps see
-            if stage in stages and parameter is not None:
-                found[parameter] = None
-        return [parameter for parameter in found if parameter.requires_grad]
+        if stage not in self._places:  # asked for each microbatch, and to walk over modules takes milliseconds
+            self._places[stage] = self._places_of(stage)
+        places = self._places[stage]
+        found = dict.fromkeys(module._parameters.get(name) for module, name in places)  # not [name]: as steps see them
+        return [parameter for parameter in found if parameter is not None and parameter.requires_grad]
+
+    def _places_of(self, stage: int) -> list[tuple[nn.Module, str]]:
+        """The modules and attributes that hold the parameters of a stage."""
+        blocks = [self.root.get_submodule(self.plan.order[b]) for b in self.plan.blocks(stage)]
+        inside = [(module, name) for block in blocks for module in block.modules() for name in module._parameters]
+        return inside + [self._owners[name] for name, stages in self.parameter_stages.items() if stage in stages]
 
     def _carried_in(self, record: StepRecord) -> list[tuple[Output, ...]]:
         """What crosses each cut; found once for a record."""

@@ -194,15 +194,17 @@ class StagePass:
         self._trace.__exit__(None, None, None)
         try:
             output = self._run_block(number, original, args, kwargs)
+            leaves = [output] if isinstance(output, Tensor) else pytree.tree_leaves(output)
+            self._trace.rows(*(leaf for leaf in leaves if isinstance(leaf, Tensor)), *self._attributes(number))
         finally:
             self._trace.__enter__()
-        self._trace.rows(*(leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)))
-        self._trace.rows(*self._attributes(number))
         return output
 
     def _attributes(self, number: int) -> list[Tensor]:
         """What a block, or its stand-in, has left in attributes."""
         record = self._record.blocks[number]
+        if not record.attributes:
+            return []
         module = self._calls.module(record.name)
         found = [getattr(module.get_submodule(kept.module), kept.attribute, None) for kept in record.attributes]
         return [tensor for tensor in found if isinstance(tensor, Tensor)]

@@ -11,6 +11,7 @@ the whole batch before the first backward. *Late*: known after the last forward 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -262,6 +263,7 @@ def _children(value: Any) -> list[Node]:
     return []
 
 
+@functools.lru_cache(maxsize=4096)  # asked several times for each call of each microbatch
 def operation_name(func: Callable[..., Any]) -> str:
     """The name of a torch function without underscores at its ends: `__iadd__` is `iadd`, `add_` is `add`."""
     return getattr(func, "__name__", str(func)).strip("_")

@@ -7,6 +7,7 @@ and a division.
 
 from __future__ import annotations
 
+import functools
 import operator
 import weakref
 from collections.abc import Callable, Iterator
@@ -154,6 +155,7 @@ class TailTrace(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.open = False
+        self._has_begun = False
         self.leaves: list[LeafValue] = []
         self.constants: list[Tensor] = []
         self.numbers: list[float] = []
@@ -168,7 +170,7 @@ class TailTrace(TorchFunctionMode):
         self._constant_places: dict[int, int] = {}
 
     def __enter__(self) -> TailTrace:
-        self.open = True
+        self.open = self._has_begun = True
         super().__enter__()
         return self
 
@@ -185,9 +187,10 @@ class TailTrace(TorchFunctionMode):
     def rows(self, *tensors: Any) -> None:
         """Name tensors whose dim 0, or an image of it, runs over samples.
 
-        While the trace is on: hidden states, with which the tail begins. Before it is on: entries of the batch.
+        Once the trace has begun: hidden states, with which the tail begins. Before: entries of the batch. It is cheaper
+        while the trace is not on, since it looks at the tensors.
         """
-        self.in_tail = self.in_tail or self.open
+        self.in_tail = self.in_tail or self._has_begun
         for tensor in tensors:
             if isinstance(tensor, Tensor):
                 self._tag(tensor, ROWS)
@@ -343,10 +346,11 @@ class TailTrace(TorchFunctionMode):
             return result
         if result is None:
             result = func(*args, **kwargs)
-        if operation_name(func) == "setitem":
+        name = operation_name(func)
+        if name == "setitem":
             self.replayable = False
             self._tag(args[0], MIXED if mixed else ROWS)
-        elif operation_name(func) not in _CONTENT_FREE:
+        elif name not in _CONTENT_FREE:
             several = isinstance(result, (tuple, list))
             for item, tensor in enumerate(result if several else (result,)):
                 if isinstance(tensor, Tensor):
@@ -400,6 +404,7 @@ class TailTrace(TorchFunctionMode):
         return Constant(place, tensor.ndim)
 
 
+@functools.lru_cache(maxsize=4096)
 def _in_place(func: Any) -> bool:
     """Whether a torch function changes its first argument, by its name: `add_`, `__iadd__`."""
     name = getattr(func, "__name__", "")
