@@ -8,7 +8,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
+from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile, record_function
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 PART, IGNORED = "tests::part", "tests::ignored"
 NAMESPACE = "c10d::"  # every collective passes one of its operators exactly once, also those of DTensor
@@ -92,3 +96,54 @@ def _count(events: Sequence[Any]) -> list[Counter[str]]:
             ]  # an operator that it does not know is an error, not a zero
             parts[bisect(ends, start)][name] += 1
     return parts
+
+
+FUNCTIONAL = {  # of the namespaces below; each calls one of c10d's, below the dispatcher's modes
+    "all_reduce": "all_reduce",
+    "all_reduce_": "all_reduce",
+    "all_reduce_coalesced": "all_reduce",
+    "all_gather_into_tensor": "all_gather",
+    "all_gather_into_tensor_out": "all_gather",
+    "all_gather_into_tensor_coalesced": "all_gather",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "reduce_scatter_tensor_out": "reduce_scatter",
+    "reduce_scatter_tensor_coalesced": "reduce_scatter",
+    "all_to_all_single": "all_to_all",
+    "broadcast": "broadcast",
+    "broadcast_": "broadcast",
+    "wait_tensor": None,
+    "_wrap_tensor_autograd": None,
+}
+NAMESPACES = {
+    "c10d": NAMES,
+    "_c10d_functional": FUNCTIONAL,
+    "_c10d_functional_autograd": FUNCTIONAL,
+}
+
+
+class CollectiveBytes(TorchDispatchMode):
+    """Counts the bytes of the collectives that this rank takes part in while it is entered, by name.
+
+    The bytes of one are those of the larger of what it reads and writes: of an all-reduce its tensor, of an all-gather
+    the gathered one, of a reduce-scatter the one before. Reducers of C++ that run in backward are not seen: for tensor
+    parallelism, not for DDP.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes: Counter[str] = Counter()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # what it makes of it comes by here again
+        result = func(*args, **(kwargs or {}))
+        names = NAMESPACES.get(func.namespace)
+        if names is not None and (name := names[func.overloadpacket.__name__]) is not None:
+            self.counts[name] += 1
+            self.bytes[name] += max(map(_bytes, (*args, result)))
+        return result
+
+
+def _bytes(argument: Any) -> int:
+    return sum(leaf.nbytes for leaf in tree_leaves(argument) if isinstance(leaf, Tensor))

@@ -2,7 +2,8 @@
 
 Two processes share each layer. The hand-written side changes what its kind of loop has to change: head counts, an
 input layout for each attention and MLP, a loss on divided logits. Both sides run in the same processes, in turns, and
-ratios are taken within a round. Collectives are counted on both sides in a run of their own.
+ratios are taken within a round. Collectives and their bytes are counted on both sides in a run of their own. A second
+table holds the bytes that one rank keeps of parameters, gradients, optimizer states and activations of blocks.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections import Counter
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,14 +32,16 @@ from torch.distributed.tensor.parallel import (
 from torch.utils.data import DataLoader, TensorDataset
 
 from examples.train_gpt import GPT
-from lightning_4d import TPStrategy
+from lightning_4d import NDStrategy, TPStrategy
 from tests.benchmarks.report import write_section
-from tests.collectives import CollectiveCounter
+from tests.collectives import CollectiveBytes
 from tests.harness import quiet
+from tests.parallel.tensor.memory import KINDS, Held, held
 from tests.pool import Pool
 
 SIZES = {"dim": 256, "n_layers": 4, "n_heads": 8}
 LENGTH, BATCH, WARM_UP = 128, 4, 2
+COUNTED = 4  # steps of a run that counts: the first two also compare the ranks' batches
 
 
 class Benchmarked(GPT):
@@ -88,8 +91,8 @@ def run_by_hand(steps: int, count: bool) -> dict[str, Any]:
     divided = [p for p in model.parameters() if isinstance(p, DTensor)]
     optimizer = torch.optim.AdamW([{"params": divided}, {"params": plain}], lr=1e-3)
     clock = Clock(count)
-    clock.begin()
     for batch in batches(steps):
+        clock.step_begins()
         with loss_parallel():
             loss_of(model, batch).backward()
         optimizer.step()
@@ -99,20 +102,21 @@ def run_by_hand(steps: int, count: bool) -> dict[str, Any]:
 
 
 class Clock(Callback):
-    """Notes how long each step takes, and counts collectives."""
+    """Notes how long each step takes; or counts collectives and their bytes, of the last step."""
 
     def __init__(self, count: bool) -> None:
-        self._counter = CollectiveCounter() if count else None
+        self._counts = count
+        self._counter = CollectiveBytes()
         self._ends: list[float] = []
         self._used: list[float] = []  # processor seconds, which other work on the machine does not touch
-        self._counts: list[Counter[str]] = []
 
-    def begin(self) -> None:
-        if self._counter is not None:
-            self._counter.start()
+    def step_begins(self) -> None:
+        if self._counts:
+            self._counter = CollectiveBytes()
+            self._counter.__enter__()
 
-    def on_train_start(self, *_: Any) -> None:
-        self.begin()
+    def on_train_batch_start(self, *_: Any) -> None:
+        self.step_begins()
 
     def on_train_batch_end(self, *_: Any) -> None:
         self.step_ended()
@@ -120,17 +124,18 @@ class Clock(Callback):
     def step_ended(self) -> None:
         self._ends.append(time.perf_counter())
         self._used.append(time.process_time())
-        if self._counter is not None:
-            self._counter.part()
+        if self._counts:
+            self._counter.__exit__(None, None, None)
 
     def result(self, model: nn.Module) -> dict[str, Any]:
-        counts = self._counter.stop()[1] if self._counter is not None else Counter()
         local = [p.to_local() if isinstance(p, DTensor) else p for p in model.parameters()]
         seconds = [b - a for a, b in zip(self._ends[WARM_UP - 1 : -1], self._ends[WARM_UP:])]
+        processor = [b - a for a, b in zip(self._used[WARM_UP - 1 : -1], self._used[WARM_UP:])]
         return {
-            "processor": statistics.median(b - a for a, b in zip(self._used[WARM_UP - 1 : -1], self._used[WARM_UP:])),
+            "processor": statistics.median(processor) if processor else 0.0,
             "seconds": min(seconds, default=0.0),  # the least disturbed step
-            "collectives": dict(counts),
+            "collectives": dict(self._counter.counts),
+            "bytes": dict(self._counter.bytes),
             "parameters": sum(p.numel() for p in local),
         }
 
@@ -157,7 +162,7 @@ def run_strategy(steps: int, count: bool) -> dict[str, Any]:
 def in_turns(rounds: int, steps: int) -> dict[str, Any]:
     """On each rank: counts of both sides, then their times in alternating order."""
     torch.set_num_threads(1)
-    ours, theirs = run_strategy(3, True), run_by_hand(3, True)
+    ours, theirs = run_strategy(COUNTED, True), run_by_hand(COUNTED, True)
     ratios, seconds, processor = [], [], []
     for index in range(rounds):
         order = (run_strategy, run_by_hand) if index % 2 == 0 else (run_by_hand, run_strategy)
@@ -169,14 +174,8 @@ def in_turns(rounds: int, steps: int) -> dict[str, Any]:
     return {"ours": ours, "theirs": theirs, "ratios": ratios, "seconds": seconds, "processor": processor}
 
 
-def main(arguments: list[str] | None = None) -> None:
-    """Measure, print, and put the table into README.md with --write."""
-    parser = argparse.ArgumentParser(prog="python -m tests.benchmarks tensor", description=__doc__)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=12)
-    parser.add_argument("--write", action="store_true", help="into README.md")
-    options = parser.parse_args(arguments)
-    result = Pool().run(2, in_turns, options.rounds, options.steps, timeout=3600.0)[0]
+def compared(result: dict[str, Any]) -> list[dict[str, str]]:
+    """The rows on speed and communication."""
     total = sum(p.numel() for p in Benchmarked(**SIZES).parameters())
     rows = []
     for name, key, column in (("TPStrategy", "ours", 0), ("parallelize_module by hand", "theirs", 1)):
@@ -186,18 +185,70 @@ def main(arguments: list[str] | None = None) -> None:
                 "tensor parallel over 2 processes": name,
                 "step": f"{statistics.median(pair[column] for pair in result['seconds']) * 1000:.0f} ms",
                 "collectives in a step": counts,
+                "their bytes": f"{sum(result[key]['bytes'].values()):,}",
                 "parameters on a rank": f"{result[key]['parameters'] / total:.3f} of all",
             }
         )
-    ratio = statistics.median(result["ratios"])
-    table = Table(*rows[0], title=f"speed of TPStrategy relative to the loop by hand: {ratio:.2f}")
+    return rows
+
+
+def memory_rows(pool: Pool) -> list[dict[str, str]]:
+    """What a rank holds under 1, 2 and 4 ranks, and with the residual stream in parts too."""
+    cases = [(1, False), (2, False), (4, False), (2, True), (4, True)]
+    model, rows = partial(GPT, **SIZES), []
+    whole: Held | None = None
+    for tp, sequence in cases:
+        strategy = partial(NDStrategy, tensor_parallel_size=tp, sequence_parallel=sequence)
+        mine = pool.run(tp, held, model, strategy, LENGTH, BATCH, timeout=600.0)[0]
+        whole = mine if whole is None else whole
+        divided = {name for name in whole.tensors["parameters"] if "norm" not in name}
+        row = {"ranks": f"{tp}, sequence parallel" if sequence else str(tp)}
+        for kind in KINDS:
+            row[kind] = shares(mine.of(kind, divided), whole.of(kind, divided), tp)
+        row["activations inside attention and MLP"] = shares(mine.inside, whole.inside, tp)
+        row["activations between them"] = mebibytes(mine.between)
+        rows.append(row)
+    return rows
+
+
+def shares(bytes_: int, whole: int, ranks: int) -> str:
+    """Bytes, and how far they are from an equal share."""
+    return f"{mebibytes(bytes_)} ({100 * (bytes_ * ranks / whole - 1):+.1f} %)"
+
+
+def mebibytes(bytes_: int) -> str:
+    return f"{bytes_ / 2**20:.2f} MiB"
+
+
+def show(title: str, rows: list[dict[str, str]]) -> None:
+    table = Table(*rows[0], title=title)
     for row in rows:
         table.add_row(*row.values())
     Console().print(table)
-    for what, key in (("time", "ratios"), ("processor time", "processor")):
-        Console().print(f"ratios of {what} by round: {', '.join(f'{r:.2f}' for r in result[key])}")
-    if options.write:
-        write_section("tensor", rows)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Measure, print, and put the tables into README.md with --write."""
+    parser = argparse.ArgumentParser(prog="python -m tests.benchmarks tensor", description=__doc__)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--only", choices=["speed", "memory"], help="measure one of the two")
+    parser.add_argument("--write", action="store_true", help="into README.md")
+    options = parser.parse_args(arguments)
+    pool = Pool()
+    if options.only != "speed":
+        rows = memory_rows(pool)
+        show("bytes of divided tensors on a rank, and how far from an equal share", rows)
+        if options.write:
+            write_section("tensor_memory", rows)
+    if options.only != "memory":
+        result = pool.run(2, in_turns, options.rounds, options.steps, timeout=3600.0)[0]
+        rows, ratio = compared(result), statistics.median(result["ratios"])
+        show(f"speed of TPStrategy relative to the loop by hand: {ratio:.2f}", rows)
+        for what, key in (("time", "ratios"), ("processor time", "processor")):
+            Console().print(f"ratios of {what} by round: {', '.join(f'{r:.2f}' for r in result[key])}")
+        if options.write:
+            write_section("tensor", rows)
 
 
 if __name__ == "__main__":

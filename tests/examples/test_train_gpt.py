@@ -346,7 +346,7 @@ def print_config(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> st
     return capsys.readouterr().out
 
 
-@pytest.mark.parametrize("name", ["single", "ddp", "hsdp", "cp", "long_context"])
+@pytest.mark.parametrize("name", ["single", "ddp", "hsdp", "tp", "pp", "cp", "long_context", "two_nodes"])
 def test_configurations_round_trip(name: str, in_tmp: Path, capsys: pytest.CaptureFixture[str]) -> None:
     printed = print_config([f"--config={CONFIGS / name}.yaml", "--data.batch_size=3"], capsys)
     Path("printed.yaml").write_text(printed)
@@ -373,14 +373,23 @@ def test_runs_differ_in_processes_and_strategy_only(in_tmp: Path, capsys: pytest
     assert single == ddp
 
 
-def test_context_parallel_run_reads_as_many_windows_per_step(in_tmp: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    cp, ddp = (yaml.safe_load(print_config([f"--config={CONFIGS / name}.yaml"], capsys)) for name in ("cp", "ddp"))
-    strategy = cp["trainer"].pop("strategy")
-    assert strategy["class_path"] == "lightning_4d.CPStrategy"
+@pytest.mark.parametrize(
+    ("name", "strategy", "shared"),
+    [("tp", "TPStrategy", "size"), ("pp", "PPStrategy", "size"), ("cp", "CPStrategy", "size"),
+     ("two_nodes", "NDStrategy", "tensor_parallel_size")],
+)  # fmt: skip
+def test_every_run_reads_as_many_windows_per_step(
+    name: str, strategy: str, shared: str, in_tmp: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own, ddp = (yaml.safe_load(print_config([f"--config={CONFIGS / each}.yaml"], capsys)) for each in (name, "ddp"))
+    chosen = own["trainer"].pop("strategy")
+    assert chosen["class_path"] == f"lightning_4d.{strategy}"
     ddp["trainer"].pop("strategy")
-    readers = cp["trainer"]["devices"] // strategy["init_args"]["size"]
-    assert cp["data"].pop("batch_size") * readers == ddp["data"].pop("batch_size") * ddp["trainer"]["devices"]
-    assert cp == ddp
+    processes = own["trainer"].pop("devices") * own["trainer"].pop("num_nodes")
+    assert processes == ddp["trainer"].pop("devices") * ddp["trainer"].pop("num_nodes")
+    readers = processes // chosen["init_args"][shared]
+    assert own["data"].pop("batch_size") * readers == ddp["data"].pop("batch_size") * processes
+    assert own == ddp
 
 
 @pytest.mark.parametrize("key", ["model.n_layer", "data.pth", "trainer.max_step", "sample_text.bytes"])

@@ -31,6 +31,10 @@ def build(kind: str) -> Any:
         return hf.Qwen2ForCausalLM(hf.Qwen2Config(**LLAMA, tie_word_embeddings=True))
     if kind == "gpt2":
         return hf.GPT2LMHeadModel(hf.GPT2Config(**GPT2))
+    if kind.startswith("phi3"):  # one weight for queries, keys and values, another for gate and up
+        keys = 2 if kind == "phi3 grouped" else 4
+        config = {**LLAMA, "num_key_value_heads": keys, "pad_token_id": 0}
+        return hf.Phi3ForCausalLM(hf.Phi3Config(**config))
     if kind == "bert":
         return hf.BertForMaskedLM(hf.BertConfig(**SIZES))
     if kind == "t5":
@@ -88,7 +92,7 @@ class WithoutDropout(HuggingFace):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["llama", "qwen2 tied", "gpt2", "bert"])
+@pytest.mark.parametrize("kind", ["llama", "qwen2 tied", "gpt2", "bert", "phi3", "phi3 grouped"])
 def test_tensor_parallel_equals_one_process(pool, kind):
     module = partial(WithoutDropout, kind)
     expected = reference(pool, 1, module)[0]

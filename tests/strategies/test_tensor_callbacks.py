@@ -43,7 +43,7 @@ def selective() -> list[Callback]:
 
 @pytest.mark.parametrize("callbacks", [slow(full), slow(sqrt), selective])
 @pytest.mark.parametrize("options", [{}, slow(SEQUENCE)], ids=["plain", "sequence"])
-def test_activation_checkpointing(pool, callbacks, options):
+def test_E7_activation_checkpointing(pool, callbacks, options):
     # With dropout: a recompute has to draw the same masks, on parts too.
     module = partial(NanoGPT, layers=4, dropout=0.2)
     layout = partial(NDStrategy, data_parallel_shard_size=2, tensor_parallel_size=2, **options)

@@ -83,16 +83,23 @@ def simulate(
 
 
 def _parameters(module: nn.Module, splits: Mapping[str, Split], runtime: Runtime) -> dict[str, Tensor]:
-    tensors: dict[str, Tensor] = {}
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        whole = parameter.detach().requires_grad_(parameter.requires_grad)
-        split = splits.get(name)
-        if split is None:
-            tensors[name] = whole
-            continue
-        local = runtime.group.cut(whole, split.dim, split.parts)
-        tensors[name] = Sharded(local, split.dim, split.parts, runtime, frozenset((name,)))
-    return tensors
+    """What the module computes with, by name; a tied parameter is one tensor under all of its names."""
+    held = dict(module.named_parameters(remove_duplicate=False))
+    divided = {held[name]: (name, split) for name, split in splits.items() if name in held}
+    made: dict[nn.Parameter, Tensor] = {}
+    for parameter in held.values():
+        if parameter not in made:
+            made[parameter] = _parameter(parameter, divided.get(parameter), runtime)
+    return {name: made[parameter] for name, parameter in held.items()}
+
+
+def _parameter(parameter: nn.Parameter, divided: tuple[str, Split] | None, runtime: Runtime) -> Tensor:
+    whole = parameter.detach().requires_grad_(parameter.requires_grad)
+    if divided is None:
+        return whole
+    name, split = divided
+    local = runtime.group.cut(whole, split.dim, split.parts)
+    return Sharded(local, split.dim, split.parts, runtime, frozenset((name,)))
 
 
 def _input(runtime: Runtime) -> Callable[[Tensor], Tensor]:

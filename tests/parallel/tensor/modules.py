@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from tests.modules import Regression, SyntheticModule
+from tests.modules import Attention, Regression, SyntheticModule, TinyGPT, rotate
 
 
 class RMSNorm(nn.Module):
@@ -159,6 +159,30 @@ class Llama(SyntheticModule):
             return -F.log_softmax(logits_BTV, -1).gather(2, targets_BT[..., None]).mean()
         reduced = F.cross_entropy(logits_BTV.view(-1, self.vocab), targets_BT.reshape(-1), **options)
         return reduced.mean() if options.get("reduction") == "none" else reduced
+
+
+class NormedAttention(Attention):
+    """Norms of queries and keys by head."""
+
+    def __init__(self, dim: int, heads: int) -> None:
+        super().__init__(dim, heads, fused_qkv=False, rope=True, causal=True, dropout=0.0)
+        self.q_norm, self.k_norm = RMSNorm(dim // heads), nn.RMSNorm(dim // heads, eps=1e-6)
+
+    def forward(self, x_BTC: Tensor) -> Tensor:
+        B, T, C = x_BTC.shape
+        q, k, v = (part(x_BTC).view(B, T, self.heads, C // self.heads) for part in (self.q, self.k, self.v))
+        q, k, v = (t.transpose(1, 2) for t in (self.q_norm(q), self.k_norm(k), v))
+        y_BHTD = F.scaled_dot_product_attention(rotate(q), rotate(k), v, is_causal=True)
+        return self.out(y_BHTD.transpose(1, 2).reshape(B, T, C))
+
+
+class NormedGPT(TinyGPT):
+    """A TinyGPT with norms of queries and keys."""
+
+    def __init__(self) -> None:
+        super().__init__(vocab=32, layers=2, rope=True)
+        for block in self.blocks:
+            block.attention = NormedAttention(16, 4)  # type: ignore[assignment]
 
 
 class NanoAttention(nn.Module):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 
 from examples.train_gpt import GPT
+from lightning_4d import _torch_private as private
 from lightning_4d.cli import main
 from lightning_4d.errors import UnsupportedError
 from lightning_4d.parallel.blocks import find_blocks
@@ -20,9 +22,11 @@ from lightning_4d.parallel.tensor import (
     find_plan,
     whole_fraction,
 )
+from lightning_4d.parallel.tensor import plan as plans
 from tests.modules import EncoderStack, TinyGPT, ViT, WithBuffers
 from tests.parallel.tensor.modules import Llama, NanoGPT, Perceptron
 
+fused = pytest.mark.skipif(not private.HAS_STRIDED_SHARDS, reason="fused weights are divided since torch 2.13")
 IDEAL = {"all_reduce": 2}
 PAIRS = {"all_gather": 2, "reduce_scatter": 2}
 
@@ -40,11 +44,11 @@ def collectives(module: nn.Module, size: int = 2, **kwargs):
     [
         GPT,
         partial(TinyGPT, fused_qkv=False),
-        TinyGPT,
-        NanoGPT,
+        pytest.param(TinyGPT, marks=fused),
+        pytest.param(NanoGPT, marks=fused),
         partial(Llama, qk_norm=""),
-        partial(Llama, qk_norm="", fused=True),
-        EncoderStack,
+        pytest.param(partial(Llama, qk_norm="", fused=True), marks=fused),
+        pytest.param(EncoderStack, marks=fused),
         ViT,
     ],
     ids=["example", "separate", "tiny", "nano", "llama", "gate_up", "encoder", "vit"],
@@ -57,6 +61,7 @@ def test_a_parallel_block_reduces_one_input_gradient():
     assert collectives(Llama(parallel=True, qk_norm="")) == (IDEAL, {"all_reduce": 1})
 
 
+@fused
 def test_sequence_parallel_blocks_gather_and_scatter():
     forward, backward = collectives(NanoGPT(), sequence_parallel=True)
     assert forward == PAIRS
@@ -75,6 +80,7 @@ def styles(module: nn.Module, size: int) -> dict[str, str]:
     return {name: choice.style for name, choice in found_plan(module, size).choices.items()}
 
 
+@fused
 def test_fused_weights_are_divided_by_parts():
     plan = found_plan(NanoGPT(), 2)
     assert plan.choices["h.0.attn.c_attn"].style == "fused_colwise"
@@ -84,6 +90,16 @@ def test_fused_weights_are_divided_by_parts():
     assert rows["h.*.attn.c_attn"].shapes["weight"] == ((96, 32), (48, 32))
     assert rows["h.*.ln_1"].style == "replicate"
     assert 0.0 < whole_fraction(rows.values()) < 0.05
+
+
+def test_before_torch_2_13_fused_weights_stay_whole_or_are_refused():
+    with mock.patch.object(private, "HAS_STRIDED_SHARDS", False), mock.patch.object(plans, "HAS_STRIDED_SHARDS", False):
+        found = styles(NanoGPT(), 2)
+        assert found["h.0.attn.c_attn"] == found["h.0.attn.c_proj"] == "replicate"
+        assert found["h.0.mlp.c_fc"] == "colwise"
+        assert styles(EncoderStack(), 2)["encoder.layers.0.self_attn"] == "replicate"
+        with pytest.raises(UnsupportedError, match=r"needs torch 2\.13"):
+            explicit_plan(NanoGPT(), {"h.*.attn.c_attn": "fused_colwise:3"}, 2)
 
 
 def test_what_does_not_divide_is_left_whole_with_a_reason():
@@ -113,6 +129,12 @@ def test_models_without_blocks_are_one_block():
     }  # fmt: skip
 
 
+def test_a_tied_parameter_is_one_tensor_in_a_model_that_is_one_block():
+    found = styles(TinyGPT(vocab=7, layers=1, tied=True), 2)
+    assert found["blocks.0.mlp.0"] == "colwise"
+    assert found["head"] == found["embedding"] == "replicate"
+
+
 def test_finding_a_plan_leaves_no_trace():
     module = NanoGPT(dropout=0.5)
     before = {name: parameter.clone() for name, parameter in module.named_parameters()}
@@ -132,6 +154,7 @@ def test_meta_modules_need_no_memory():
 PLAN = {"h.*.mlp.c_fc": "colwise", "h.*.mlp.c_proj": "rowwise", "h.*.attn.c_attn": "fused_colwise:3", "wte": "vocab"}
 
 
+@fused
 def test_a_written_plan():
     plan = explicit_plan(NanoGPT(), PLAN, 2)
     assert plan.choices["h.1.attn.c_attn"].parts == 3
@@ -154,11 +177,13 @@ def test_written_plans_are_checked_against_the_module(plan, size, message):
         explicit_plan(NanoGPT(), plan, size)
 
 
+@fused
 def test_heads_of_an_attention_layer_have_to_divide():
     with pytest.raises(UnsupportedError, match=r"num_heads has 2 features.*use 1 or 2"):
         explicit_plan(EncoderStack(dim=16, heads=2), {"encoder.layers.*.self_attn": "attention"}, 4)
 
 
+@fused
 def test_explain(capsys):
     command = ["explain", "tests.parallel.tensor.modules.NanoGPT", "--tensor-parallel-size", "2"]
     assert main([*command, "--init-args", '{"layers": 3}']) == 0
