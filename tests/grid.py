@@ -194,7 +194,7 @@ def recorded(pool: Pool, case: Case, **options: Any) -> list[Recording]:
 def check(actual: Sequence[Recording], expected: Sequence[Recording], case: Case) -> None:
     """Compare every rank with the DDP rank that reads the same samples."""
     layout = ParallelLayout.resolve(case.world, **case.sizes)
+    feature = FEATURES[case.feature]
     for rank, mine in enumerate(actual):
-        compare(
-            mine, expected[layout.data_parallel_rank(rank)], rtol=FEATURES[case.feature].rtol, label=f"rank {rank} "
-        )
+        theirs = expected[layout.data_parallel_rank(rank)]
+        compare(mine, theirs, rtol=feature.rtol, noise=feature.noise, label=f"rank {rank} ")
