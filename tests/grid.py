@@ -19,7 +19,7 @@ from torchmetrics import MeanMetric, SumMetric
 from lightning_4d import NDStrategy, ParallelLayout
 from lightning_4d.callbacks.activation_checkpointing import ActivationCheckpointing
 from lightning_4d.parallel.gradients import gradient_norms
-from tests.comparison import Recording, compare
+from tests.comparison import NOISE, Recording, compare
 from tests.harness import full_tensors, reference, staged_tensors, train
 from tests.modules import TinyGPT, ViT
 from tests.pool import Pool
@@ -74,6 +74,7 @@ class Feature:
     needs: frozenset[str] = frozenset()  # axes
     excludes: frozenset[str] = frozenset()
     rtol: float = 1e-10
+    noise: float = NOISE  # of `compare`
 
 
 def recompute_every_block() -> list[Callback]:
@@ -89,7 +90,8 @@ FEATURES = {
     "dropout": Feature(module={"dropout": 0.25}, excludes=frozenset({"pipeline"})),
     "recompute": Feature(only={"callbacks": recompute_every_block}),
     "sequence": Feature(strategy={"sequence_parallel": True}, needs=frozenset({"tensor"})),
-    "mixed": Feature(trainer={"precision": "bf16-mixed"}, rtol=4e-2),
+    # In float32's epsilons: gradients that are zero in exact arithmetic (key biases) hold the rounding noise of bf16.
+    "mixed": Feature(trainer={"precision": "bf16-mixed"}, rtol=4e-2, noise=2048.0),
     "zero_bubble": Feature(strategy={"pipeline_schedule": "zbv"}, needs=frozenset({"pipeline"})),
     "ulysses": Feature(strategy={"context_parallel_attention": "ulysses"}, needs=frozenset({"context"})),
 }
