@@ -20,7 +20,7 @@ from lightning.pytorch import Callback, Trainer, seed_everything
 from rich.console import Console
 from rich.table import Table
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -65,11 +65,12 @@ def batches(count: int) -> DataLoader:
     return DataLoader(TensorDataset(tokens[:, :-1], tokens[:, 1:]), batch_size=BATCH)
 
 
-def by_hand() -> nn.Module:
-    """The model divided by hand, with one reduction of the gradient at each norm."""
+def by_hand(mesh: DeviceMesh | None = None) -> nn.Module:
+    """The model divided by hand over ``mesh``, or all ranks, with one reduction of the gradient at each norm."""
     model = Benchmarked(**SIZES)
-    size = torch.distributed.get_world_size()
-    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("tp",))
+    if mesh is None:
+        mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),), mesh_dim_names=("tp",))
+    size = mesh.size()
     plan: dict[str, Any] = {
         "embedding": RowwiseParallel(input_layouts=Replicate()),
         "head": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False),
