@@ -555,6 +555,12 @@ def intercept_autograd_functions(
     base.apply = classmethod(apply)
 
 
+READ_NUMBER: Any = torch.ops.aten._local_scalar_dense.default
+"""The operation behind ``tensor.item()``, as a dispatch mode sees it (2.13).
+
+Reason: it has no public name, and what stands for a tensor without memory has to answer it.
+"""
+
 NN_FUNCTIONS: Any = torch._C._nn  # pyright: ignore[reportAttributeAccessIssue]
 """Where the functions of ``torch.nn.functional`` that are written in C++ are, under their names there.
 

@@ -143,8 +143,8 @@ class Position:
         ranks = state.get("ranks")
         if ranks is not None and state["batches"] and not self._reads_the_same(state, *ranks):
             rank_zero_warn(
-                f"The checkpoint was written in mid-epoch by {ranks[0]} data-parallel ranks and resumed by {ranks[1]}, "
-                "which read other samples: the training data of this epoch starts again, so that samples "
+                f"The checkpoint was written in mid-epoch by {ranks[0]} data-parallel ranks and is resumed by "
+                f"{ranks[1]}, which read other samples: the training data of this epoch starts again, so that samples "
                 "repeat. Resume with the same number, with as many samples per step and torch's own samplers, or from "
                 "the end of an epoch."
             )

@@ -53,7 +53,7 @@ def test_draw(tmp_path, capsys):
     pytest.importorskip("matplotlib")
     layout = ["draw", "--layout", "pp2.dp2x2.cp2.tp2", "--gpus-per-node", "8"]
     assert main(layout) == 0
-    assert "tp 2: ranks 0 1, inside a node" in capsys.readouterr().out
+    assert "tp 2: rank 0 meets 1; inside nodes" in capsys.readouterr().out
     for suffix in ("png", "svg"):
         assert main([*layout, "--output", str(tmp_path / f"mesh.{suffix}")]) == 0
     assert main([*layout, "--schedule", "1f1b"]) == 0

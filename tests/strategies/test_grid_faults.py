@@ -23,7 +23,7 @@ from tests.comparison import Recording, compare
 from tests.grid import GridGPT
 from tests.harness import full_tensors, staged_tensors, train
 
-MODEL = partial(GridGPT, ragged=True, tied=True)
+MODEL = partial(GridGPT, ragged=True, tied=True, layers=2)
 STAGES = partial(NDStrategy, pipeline_parallel_size=2, context_parallel_size=2, tensor_parallel_size=2)
 DATA = partial(NDStrategy, data_parallel_shard_size=2, context_parallel_size=2, tensor_parallel_size=2)
 Fault = Callable[[], AbstractContextManager[Any]]
@@ -142,7 +142,7 @@ def _gathered(tensors: Any) -> Any:
 def in_parts() -> list[Recording | None]:
     """The right numbers, labels that are shifted, and each fault."""
     whole = partial(STAGES, num_microbatches=1, pipeline_schedule="gpipe")
-    shifted = run(whole, model=partial(ShiftedLabels, ragged=True, tied=True))
+    shifted = run(whole, model=partial(ShiftedLabels, ragged=True, tied=True, layers=2))
     return [run(whole), shifted, *(run(whole, fault) for fault in IN_PARTS.values())]
 
 
