@@ -27,4 +27,4 @@ def test_equal_one_process(pool, layout, kind):
     gather = staged_tensors if "pipeline_parallel_size" in sizes else full_tensors
     strategy = partial(NDStrategy, data_parallel_shard_size=1, **sizes)
     for rank, found in enumerate(pool.run(2 ** len(sizes), train, model, strategy, gather=gather, timeout=240)):
-        compare(found, expected, rtol=1e-10, label=f"rank {rank} ")
+        compare(found, expected, rtol=1e-6, label=f"rank {rank} ")  # these models compute their loss in float32

@@ -31,4 +31,5 @@ class WithoutDropout(HuggingFace):
     ids=["1f1b", "gpipe"],
 )
 def test_equal_one_process(pool, options):
-    check_each(pool, {kind: {"module": partial(WithoutDropout, kind)} for kind in KINDS}, 2, options=options)
+    cases = {kind: {"module": partial(WithoutDropout, kind)} for kind in KINDS}
+    check_each(pool, cases, 2, options=options, rtol=1e-6)  # these models compute their loss in float32

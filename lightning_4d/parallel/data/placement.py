@@ -16,11 +16,9 @@ def shard_placement(parameter: nn.Parameter, size: int) -> Shard | None:
     """
     if not isinstance(parameter, DTensor):
         return Shard(0)
-    divided = [placement.dim for placement in parameter.placements if isinstance(placement, Shard)]
-    in_parts = any(strided_shard_parts(placement) is not None for placement in parameter.placements)
+    in_parts = {p.dim for p in parameter.placements if strided_shard_parts(p) is not None}  # pyright: ignore[reportAttributeAccessIssue]
+    divided = {p.dim for p in parameter.placements if isinstance(p, Shard)} - in_parts
     local = parameter.to_local().shape
-    if 0 not in divided and not in_parts:
+    if 0 not in divided | in_parts or (0 in divided and local[0] % size == 0):
         return Shard(0)
-    if not in_parts and local[0] % size == 0:
-        return Shard(0)
-    return Shard(1) if len(local) > 1 and local[1] % size == 0 else None
+    return Shard(1) if len(local) > 1 and 1 not in in_parts and local[1] % size == 0 else None
