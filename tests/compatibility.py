@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 
 from tests.benchmarks.report import write_lines
-from tests.grid import COMBINATIONS, FEATURES, SHORT, WHOLE
+from tests.grid import COMBINATIONS, FEATURES, SHORT, WHOLE, pruned
 
 SECTION = "compatibility"
 COLUMNS = {
@@ -25,13 +25,15 @@ COLUMNS = {
     "zero_bubble": "zero bubble",
     "ulysses": "Ulysses",
 }
-TESTED, ELSEWHERE, DISTRIBUTION = "✔", "–", "≈"
+TESTED, SLOW, ELSEWHERE, DISTRIBUTION = "✔", "○", "–", "≈"
 
 
 def cell(axes: tuple[str, ...], feature: str) -> str:
-    """✔: the grid compares it with DDP; –: not a feature of these axes; ≈: equal in distribution only."""
-    if any(case.axes == axes and case.feature == feature for case in WHOLE):
+    """✔: the default grid compares it with DDP; ○: the slow one; –: not of these axes; ≈: equal in distribution."""
+    if any(case.axes == axes and case.feature == feature for case in pruned()):
         return TESTED
+    if any(case.axes == axes and case.feature == feature for case in WHOLE):
+        return SLOW
     return DISTRIBUTION if FEATURES[feature].excludes & set(axes) else ELSEWHERE
 
 
