@@ -31,7 +31,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from lightning_4d import NDStrategy
 from tests.benchmarks.data_parallel import peak_mib
-from tests.benchmarks.nd import WARM_UP, Contest, MakeOptimizer, adamw, measure, show
+from tests.benchmarks.nd import WARM_UP, Contest, MakeOptimizer, adamw, measure, report
 from tests.benchmarks.pipeline import Clock, fit
 from tests.pool import Pool
 
@@ -169,4 +169,4 @@ def main(arguments: list[str] | None = None) -> None:
         print(f"not compared with accelerate: {' and '.join(missing)} not installed (pip install '.[bench]')")
         return
     contests = CONTESTS if options.only is None else [CONTESTS[options.only]]
-    show("accelerate", [row(each, options.rounds, options.steps) for each in contests], write=options.readme)
+    report("accelerate", (row(each, options.rounds, options.steps) for each in contests), write=options.readme)

@@ -291,14 +291,18 @@ CONTESTS = [
 ]
 
 
-def show(section: str, rows: list[dict[str, str]], *, write: bool) -> None:
-    """Print a table, and write it into README.md if asked to."""
-    table = Table(*rows[0], title=machine())
+def report(section: str, rows: Iterable[dict[str, str]], *, write: bool) -> None:
+    """Print each row when it is there, then the table, and write that into README.md if asked to."""
+    found: list[dict[str, str]] = []
     for row in rows:
+        found.append(row)
+        print(", ".join(f"{name}: {cell}" for name, cell in row.items()), flush=True)
+    table = Table(*found[0], title=machine())
+    for row in found:
         table.add_row(*row.values())
     Console(width=180).print(table)
     if write:
-        write_section(section, rows)
+        write_section(section, found)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -310,7 +314,6 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--readme", action="store_true")
     options = parser.parse_args(arguments)
     contests = CONTESTS if options.only is None else [CONTESTS[options.only]]
-    rows = [
-        {"layout: by hand": each.name} | measure(each, "by hand", options.rounds, options.steps) for each in contests
-    ]
-    show("nd", rows, write=options.readme)
+    rounds, steps = options.rounds, options.steps
+    rows = ({"layout: by hand": each.name} | measure(each, "by hand", rounds, steps) for each in contests)
+    report("nd", rows, write=options.readme)
