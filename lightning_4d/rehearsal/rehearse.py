@@ -8,7 +8,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
@@ -26,6 +26,7 @@ from lightning_4d.layout import ParallelLayout
 from lightning_4d.mesh import Mesh
 from lightning_4d.parallel.pipeline.schedule import action_list, for_microbatches, in_flight
 from lightning_4d.rehearsal.activations import Activations
+from lightning_4d.rehearsal.allocations import Allocations
 from lightning_4d.rehearsal.observe import Communications
 from lightning_4d.rehearsal.placed import Placed, RehearsalOptions, Stages, place
 from lightning_4d.rehearsal.result import Rehearsal, collectives_of
@@ -86,6 +87,7 @@ class _Run:
     batch: Any
     mode: Any
     seen: Communications
+    made: Allocations = field(default_factory=Allocations)
 
     def report(self, layout: ParallelLayout, rank: int, coordinate: dict[str, int], begin: float) -> Rehearsal:
         """Run the steps, and say what they did."""
@@ -96,9 +98,10 @@ class _Run:
         self._step(microbatches=2)  # the first step agrees on things, and chooses in which dtype to gather
         gradients = sum(_bytes(p.grad) for p in self._parameters() if p.grad is not None)
         states = sum(_state_bytes(optimizer) for optimizer in optimizers)
-        if self.placed.data.gathers_in_low_precision:
-            self._step(microbatches=1)  # gathered weights of another dtype come into being
+        if self.placed.data.gathers_in_low_precision or not self._is_short:
+            self._step(microbatches=1)  # gathered weights of another dtype come into being, and gradients
         calls, sizes, activations, whole = self._measured(layout)
+        held = sum(_bytes(p) for p in self._parameters())
         return Rehearsal(
             layout=str(layout),
             rank=rank,
@@ -106,12 +109,13 @@ class _Run:
             blocks=self._block_names(),
             microbatches=1 if stages is None else len(stages.pieces),
             parameters=sum(_local(p).numel() for p in self._parameters()),
-            parameter_bytes=sum(_bytes(p) for p in self._parameters()),
+            parameter_bytes=held,
             gradient_bytes=gradients,
             optimizer_bytes=states,
             gathered_bytes=self._gathered(),
             whole_gradient_bytes=whole,
             activation_bytes=activations,
+            peak_bytes=None if self._is_short else held + states + self.made.peak,
             collectives=collectives_of(calls, sizes, layout),
             seconds=time.perf_counter() - begin,
         )
@@ -122,10 +126,11 @@ class _Run:
         Microbatches of one size on ranks with one stage do the same one after the other: two steps of one and of two
         tell what each more adds. Anything else is run as a whole.
         """
-        stages = self.placed.stages
-        if stages is None or not _is_uniform(stages) or len(stages.pieces) < 3:
+        if not self._is_short:
             whole, peak = self._step(None)
             return Counter(self.seen.calls), Counter(self.seen.bytes), peak, whole
+        stages = self.placed.stages
+        assert stages is not None
         _, first = self._step(1)
         calls, sizes = Counter(self.seen.calls), Counter(self.seen.bytes)
         whole, second = self._step(2)
@@ -136,16 +141,26 @@ class _Run:
         flying = _in_flight(stages, layout)
         return calls, sizes, first + (flying - 1) * (second - first), whole
 
+    @property
+    def _is_short(self) -> bool:
+        """Whether few microbatches tell of all."""
+        stages = self.placed.stages
+        return stages is not None and _is_uniform(stages) and len(stages.pieces) >= 3
+
     def _step(self, microbatches: int | None) -> tuple[int, int]:
         """Run a step and drop its gradients, unless it is the first; return whole gradients' and activations' bytes."""
-        for parameter in self._parameters():
-            parameter.grad = None
         self.seen.clear()
         saved = Activations(self._held)
         saved.refresh()
-        with self.mode, self.seen.watching(), saved.watching():
-            whole = run_step(self.trainer, self.placed, self.batch, self.seen, microbatches=microbatches)
+        with self.mode, self.seen.watching(), self.made.watching(), saved.watching():
+            whole = run_step(
+                self.trainer, self.placed, self.batch, self.seen, self._zero_gradients, microbatches=microbatches
+            )
         return whole, saved.peak
+
+    def _zero_gradients(self) -> None:
+        for parameter in self._parameters():
+            parameter.grad = None
 
     def _held(self) -> Iterator[Tensor]:
         yield from private.fsdp_gathered_parameters(self.placed.data.units)
@@ -296,8 +311,11 @@ def _refuse_process_group() -> None:
 
 @contextmanager
 def _constant_buffers() -> Iterator[None]:
-    """Take buffers as constant: whether training changes them is seen from values."""
-    with mock.patch("lightning_4d.parallel.data.buffers.fingerprint", return_value=(0, 0)):
+    """Take buffers and random states as constant: whether a step changes them is seen from values."""
+    with (
+        mock.patch("lightning_4d.parallel.data.buffers.fingerprint", return_value=(0, 0)),
+        mock.patch("lightning_4d.parallel.recompute.surroundings.RandomState.equals", return_value=True),
+    ):
         yield
 
 
