@@ -55,7 +55,8 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
     except (ValueError, yaml.YAMLError) as error:
-        raise PlanError(explain(f"{path}", f"it must be readable ({error})", "correct the file")) from error
+        why = " ".join(str(error).split())
+        raise PlanError(explain(f"{path}", f"it must be readable ({why})", "correct the file")) from error
     if not isinstance(content, dict):
         raise PlanError(explain(f"{path}", "it holds names and values", "write lines like 'layers: 32'"))
     return content

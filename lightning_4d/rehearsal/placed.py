@@ -28,7 +28,6 @@ from lightning_4d.parallel.pipeline.schedule import (
     find_schedule,
     for_microbatches,
     in_flight,
-    stage_ranks,
 )
 from lightning_4d.parallel.pipeline.split import check_count
 from lightning_4d.parallel.recompute import RecomputePolicy, StageRuns, install
@@ -36,11 +35,11 @@ from lightning_4d.parallel.tensor import TensorOptions, TensorParallel, divide
 from lightning_4d.rehearsal.costs import split_by_cost
 from lightning_4d.strategies.crossings import Crossings
 from lightning_4d.strategies.fake_step import record_step
-from lightning_4d.strategies.pipeline_split import split_by_name
+from lightning_4d.strategies.pipeline_split import plan_stages
 from lightning_4d.strategies.pipeline_steps import _Shared as SharedParameters
 from lightning_4d.strategies.precision import autocast_dtype
 
-__all__ = ["Placed", "RehearsalOptions", "Stages", "place"]
+__all__ = ["Placed", "RehearsalOptions", "Stages", "flying", "place"]
 
 _CPU = torch.device("cpu")
 
@@ -194,13 +193,19 @@ def _convert(module: nn.Module, precision: str) -> None:
                 part._buffers[name] = buffer.to(dtype)
 
 
+def flying(stages: Stages, mesh: Mesh) -> int:
+    """Return how many microbatches of the rank's stages hold activations at once, at most."""
+    ranks, count = mesh.layout.pipeline_parallel_size, len(stages.pieces)
+    assert stages.pipeline is not None
+    kind = for_microbatches(stages.pipeline.kind, count, ranks)
+    return in_flight(action_list(kind, ranks, stages.plan.stages, count)[mesh.coordinate["pp"]])
+
+
 def _runs(stages: Stages, mesh: Mesh) -> StageRuns:
     """What checkpointing has to know of the rank's stages."""
-    plan, rank, count = stages.plan, mesh.coordinate["pp"], len(stages.pieces)
-    assert stages.pipeline is not None
-    kind = for_microbatches(stages.pipeline.kind, count, mesh.layout.pipeline_parallel_size)
-    flying = in_flight(action_list(kind, mesh.layout.pipeline_parallel_size, plan.stages, count)[rank])
-    return StageRuns([[plan.order[block] for block in plan.blocks(stage)] for stage in plan.on_rank(rank)], flying)
+    plan = stages.plan
+    runs = [[plan.order[block] for block in plan.blocks(stage)] for stage in plan.on_rank(mesh.coordinate["pp"])]
+    return StageRuns(runs, flying(stages, mesh))
 
 
 def _context(
@@ -237,14 +242,13 @@ def _stages(
         if signature(piece) not in known:
             known[signature(piece)] = record_step(trainer, module, "training_step", piece, blocks, 0)
     records = [known[signature(piece)] for piece in pieces]
-    order = records[0].order
-    if options.pipeline_split == "auto":
-        stages = ranks * kind.default_stages_per_rank
-        check_count(len(order), stages)
-        starts = split_by_cost(trainer, module, pieces[0], records[0], stages)
-    else:
-        starts = split_by_name(options.pipeline_split, order, kind, ranks)
-    plan = StagePlan(order, tuple(starts), tuple(stage_ranks(kind, ranks, len(starts))))
+    plan = plan_stages(
+        records[0],
+        kind,
+        ranks,
+        options.pipeline_split,
+        lambda stages: split_by_cost(trainer, module, pieces[0], records[0], stages),
+    )
     needed = plan.parameter_stages(records[0], [name for name, _ in module.named_parameters()])
     return Stages(plan, needed, pieces, records)
 

@@ -24,11 +24,10 @@ from lightning_4d import _torch_private as private
 from lightning_4d.errors import UnsupportedError, explain
 from lightning_4d.layout import ParallelLayout
 from lightning_4d.mesh import Mesh
-from lightning_4d.parallel.pipeline.schedule import action_list, for_microbatches, in_flight
 from lightning_4d.rehearsal.activations import Activations
 from lightning_4d.rehearsal.allocations import Allocations
 from lightning_4d.rehearsal.observe import Communications
-from lightning_4d.rehearsal.placed import Placed, RehearsalOptions, Stages, place
+from lightning_4d.rehearsal.placed import Placed, RehearsalOptions, Stages, flying, place
 from lightning_4d.rehearsal.result import Rehearsal, collectives_of
 from lightning_4d.rehearsal.steps import run_step
 
@@ -100,7 +99,7 @@ class _Run:
         states = sum(_state_bytes(optimizer) for optimizer in optimizers)
         if self.placed.data.gathers_in_low_precision or not self._is_short:
             self._step(microbatches=1)  # gathered weights of another dtype come into being, and gradients
-        calls, sizes, activations, whole = self._measured(layout)
+        calls, sizes, activations, whole = self._measured()
         held = sum(_bytes(p) for p in self._parameters())
         return Rehearsal(
             layout=str(layout),
@@ -120,7 +119,7 @@ class _Run:
             seconds=time.perf_counter() - begin,
         )
 
-    def _measured(self, layout: ParallelLayout) -> tuple[Counter[Any], Counter[Any], int, int]:
+    def _measured(self) -> tuple[Counter[Any], Counter[Any], int, int]:
         """Collectives, their bytes, activations and whole gradients of a steady step.
 
         Microbatches of one size on ranks with one stage do the same one after the other: two steps of one and of two
@@ -138,8 +137,8 @@ class _Run:
         for key in self.seen.calls:
             calls[key] += more * (self.seen.calls[key] - calls[key])
             sizes[key] += more * (self.seen.bytes[key] - sizes[key])
-        flying = _in_flight(stages, layout)
-        return calls, sizes, first + (flying - 1) * (second - first), whole
+        others = flying(stages, self.placed.data.mesh) - 1
+        return calls, sizes, first + others * (second - first), whole
 
     @property
     def _is_short(self) -> bool:
@@ -207,13 +206,6 @@ class _Run:
 def _is_uniform(stages: Stages) -> bool:
     assert stages.pipeline is not None
     return len(stages.pipeline.here) == 1 and all(record is stages.records[0] for record in stages.records)
-
-
-def _in_flight(stages: Stages, layout: ParallelLayout) -> int:
-    assert stages.pipeline is not None
-    ranks, count = layout.pipeline_parallel_size, len(stages.pieces)
-    kind = for_microbatches(stages.pipeline.kind, count, ranks)
-    return in_flight(action_list(kind, ranks, stages.plan.stages, count)[stages.pipeline.rank])
 
 
 def _local(tensor: Tensor) -> Tensor:

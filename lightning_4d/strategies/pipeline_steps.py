@@ -10,6 +10,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
@@ -47,7 +48,6 @@ from lightning_4d.parallel.pipeline.schedule import (
     find_schedule,
     for_microbatches,
     in_flight,
-    stage_ranks,
 )
 from lightning_4d.parallel.pipeline.split import check_count
 from lightning_4d.parallel.recompute import StageRuns
@@ -56,7 +56,7 @@ from lightning_4d.strategies.example_batch import example_batch
 from lightning_4d.strategies.loss_probe import LossProbe
 from lightning_4d.strategies.pipeline_metrics import StageMetrics
 from lightning_4d.strategies.pipeline_results import EvaluationResults, TrainingResults
-from lightning_4d.strategies.pipeline_split import split_by_cost, split_by_name
+from lightning_4d.strategies.pipeline_split import plan_stages, split_by_cost
 from lightning_4d.strategies.step_log import replay, set_caches
 from lightning_4d.strategies.step_records import StepRecords
 
@@ -168,8 +168,8 @@ class PipelineSteps:
         pieces = self._pieces(batch) if name == "training_step" else [batch]
         arguments = _arguments(getattr(module, name))
         record = self._records.get(name, pieces[0], arguments)
-        starts = self._starts(trainer, module, pieces[0], record)
-        plan = StagePlan(record.order, tuple(starts), tuple(stage_ranks(self._kind, ranks, len(starts))))
+        by_cost = partial(split_by_cost, trainer, module, pieces[0], record)
+        plan = plan_stages(record, self._kind, ranks, self._options.split, by_cost)
         names = [name for name, _ in module.named_parameters()]
         decided = self._strategy.broadcast((plan, plan.parameter_stages(record, names)))
         self._plan, self._parameter_stages = decided
@@ -215,14 +215,6 @@ class PipelineSteps:
         if trainer.state.fn == TrainerFn.FITTING:  # only training cuts batches, and this run's are other ones
             self.whole = without_rows(*example_batch(trainer))
         return True
-
-    def _starts(self, trainer: Trainer, module: LightningModule, piece: Any, record: StepRecord) -> list[int]:
-        ranks = self._strategy.layout.pipeline_parallel_size
-        if self._options.split != "auto":
-            return split_by_name(self._options.split, record.order, self._kind, ranks)
-        stages = ranks * self._kind.default_stages_per_rank
-        check_count(len(record.order), stages)
-        return split_by_cost(trainer, module, piece, record, stages)
 
     def released(self, module: LightningModule) -> Released:
         """Return what lets go of the parameters that only other ranks need; nothing where that has been done."""
