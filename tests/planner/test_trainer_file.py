@@ -38,7 +38,7 @@ def parser() -> LightningArgumentParser:
     return parser
 
 
-def chosen(found, count: int = 24) -> list[int]:
+def chosen(found, count: int = 8) -> list[int]:
     """Rows of the search: the best, and some of every schedule and policy."""
     plan, rng = found.space.plan, np.random.default_rng(0)
     rows = {int(found.order[0])}
@@ -46,7 +46,7 @@ def chosen(found, count: int = 24) -> list[int]:
         for virtual in (1, 2, 4, 8):
             mask = (np.asarray(plan.schedule) == index) & (np.asarray(plan.virtual) == virtual)
             mask &= np.asarray(plan.pp) > 1
-            rows |= {int(row) for row in rng.permutation(np.flatnonzero(mask))[:2]}
+            rows |= {int(row) for row in rng.permutation(np.flatnonzero(mask))[:1]}
     rows |= {int(row) for row in rng.choice(len(found.space), min(count, len(found.space)), replace=False)}
     return sorted(rows)
 
@@ -95,9 +95,11 @@ def check_pipeline(plan, facts, arguments, samples: int) -> None:
         assert len(split_by_name(split, names, kind, ranks)) == ranks * plan.virtual
 
 
+@pytest.mark.filterwarnings("ignore:.*AMP with fp16 is not supported on CPU")
 def test_every_precision_and_policy_is_the_trainers():
     for precision in PRECISIONS:
-        assert Trainer(accelerator="cpu", devices=1, precision=precision, logger=False).precision == precision
+        taken = Trainer(accelerator="cpu", devices=1, precision=precision, logger=False).precision
+        assert taken == {"16-mixed": "bf16-mixed"}.get(precision, precision), "a CPU has no fp16 autocast"
     for policy in POLICIES:
         ActivationCheckpointing(policy=policy)
 
