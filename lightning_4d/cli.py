@@ -147,6 +147,7 @@ def _add_rehearse(commands: Any) -> None:
     parser.add_argument("--context-parallel-attention", default="ring", choices=("ring", "ulysses", "hybrid"))
     parser.add_argument("--pipeline-schedule", default="1f1b")
     parser.add_argument("--num-microbatches", type=int, help="of pipeline stages; default as many as suit the schedule")
+    parser.add_argument("--recompute", default="none", help="policy of activation checkpointing")
     parser.add_argument("--gpus-per-node", type=int, default=8)
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     parser.set_defaults(run=_rehearse)
@@ -274,6 +275,7 @@ def _drawn(options: argparse.Namespace) -> tuple[Callable[[], str], Callable[[Pa
 def _rehearse(options: argparse.Namespace) -> None:
     from rich.console import Console
 
+    from lightning_4d.parallel.recompute import RecomputePolicy
     from lightning_4d.rehearsal import RehearsalOptions, print_rehearsal, rehearse
 
     layout = ParallelLayout.parse(options.layout)
@@ -283,6 +285,7 @@ def _rehearse(options: argparse.Namespace) -> None:
         num_microbatches=options.num_microbatches or "auto",
         sequence_parallel=options.sequence_parallel,
         context_parallel_attention=options.context_parallel_attention,
+        recompute=RecomputePolicy(options.recompute),
         precision=options.precision,
         gpus_per_node=options.gpus_per_node,
     )

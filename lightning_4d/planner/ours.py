@@ -7,6 +7,7 @@ import numpy as np
 from lightning_4d.errors import PlanError, explain
 from lightning_4d.planner.cluster import ClusterFacts
 from lightning_4d.planner.facts import ATTENTION, Machine, Plan, Recompute, Software
+from lightning_4d.planner.numbers import Number
 
 __all__ = ["POLICIES", "PRECISIONS", "machine_for", "software_for"]
 
@@ -22,8 +23,8 @@ POLICIES: dict[str, Recompute] = {
 """Policies of the callback `ActivationCheckpointing` that the search tries."""
 
 
-def software_for(plan: Plan, precision: str = "bf16-mixed", *, compiled: bool = False) -> Software:
-    """Return how a plan's layers run under NDStrategy.
+def software_for(plan: Plan, precision: str = "bf16-mixed", *, compiled: bool = False, seq_len: Number = 0) -> Software:
+    """Return how a plan's layers run under NDStrategy; with sequence parallelism where tensor ranks divide the tokens.
 
     Mixed: parameters and gradients are fp32, and autocast casts weights. Data-parallel and context-parallel ranks
     gather them in 16 bit already; with tensor or pipeline ranks, or nothing to gather, each forward casts them. True:
@@ -33,13 +34,14 @@ def software_for(plan: Plan, precision: str = "bf16-mixed", *, compiled: bool = 
     stored = 4.0 if is_mixed else width
     wrapped = np.asarray(plan.dp * plan.cp) > 1
     whole = (np.asarray(plan.pp) > 1) | (np.asarray(plan.tp) > 1) | ~wrapped  # these weights stay as they are stored
+    divides = (np.asarray(plan.tp) > 1) & (np.mod(np.asarray(seq_len) / plan.cp, plan.tp) == 0)
     casts = np.where(whole, float(is_mixed), 0.0)
     return Software(
         attention=ATTENTION.index("flash2"),
         eager=0.0 if compiled else 1.0,
         gradient_bytes=stored,
         parameter_bytes=width + (stored - width) * casts,
-        sequence_parallel=0.0,
+        sequence_parallel=np.where(divides, 1.0, 0.0),
         casts=casts,
         early_stop=1.0,
         balances_stages=1.0,

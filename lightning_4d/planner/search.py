@@ -183,14 +183,14 @@ def search(
     space = enumerate_plans(model, cluster.devices, batch, limits)
     if not len(space):
         raise PlanError(_no_layout(model, cluster, batch, limits))
-    software = software_for(space.plan, precision, compiled=compiled)
+    software = software_for(space.plan, precision, compiled=compiled, seq_len=model.seq_len)
     machine = machine_for(cluster, precision)
     bytes_ = np.asarray(memory_bytes(model, software, space.plan, constants).total)
     fits = np.flatnonzero(bytes_ <= float(machine.memory) * HEADROOM)
     seconds = np.full(len(space), np.inf)
     if len(fits):
         chosen = space.take(fits)
-        software = software_for(chosen.plan, precision, compiled=compiled)
+        software = software_for(chosen.plan, precision, compiled=compiled, seq_len=model.seq_len)
         time = np.asarray(total_seconds(step_seconds(model, machine, software, chosen.plan, constants)))
         seconds[fits] = time / (np.asarray(chosen.plan.samples) if batch is None else 1.0)
     order = fits[np.argsort(seconds[fits] * _simplicity(space, fits), kind="stable")]
@@ -220,7 +220,7 @@ def _no_layout(model: ModelFacts, cluster: ClusterFacts, batch: int | None, limi
 
 def _priced(found: Search, one: Space, row: int) -> Candidate:
     plan, machine = one.plan, machine_for(found.cluster, found.precision)
-    software = software_for(plan, found.precision, compiled=found.compiled)
+    software = software_for(plan, found.precision, compiled=found.compiled, seq_len=found.model.seq_len)
     parts = step_seconds(found.model, machine, software, plan, found.constants)
     memory = memory_bytes(found.model, software, plan, found.constants)
     seconds = _scalar(total_seconds(parts))

@@ -160,9 +160,10 @@ def _sizes(axis: str, devices: int, sizes: ModelSizes, fixed: int | None) -> lis
 def _layouts(sizes: ModelSizes, devices: int, limits: Limits) -> Axes:
     """Rows of (pp, dp_replicate, dp_shard, cp, tp)."""
     rows: list[tuple[int, ...]] = []
-    alone = 1 if limits.compiled else None
-    fixed = [limits.pp, limits.cp or alone, limits.tp or alone]
+    fixed = [getattr(limits, axis) for axis in ("pp", "cp", "tp")]
     options = [_sizes(axis, devices, sizes, size) for axis, size in zip(("pp", "cp", "tp"), fixed)]
+    if limits.compiled:
+        options[1:] = [[size for size in found if size == 1] for found in options[1:]]
     for pp, cp, tp in product(*options):
         if devices % (pp * cp * tp):
             continue

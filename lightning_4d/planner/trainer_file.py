@@ -33,6 +33,8 @@ def trainer_options(
     arguments: dict[str, Any] = {
         name: size for name, size in sizes.items() if size > 1 or name.startswith("data_parallel")
     }
+    if plan.layout.tensor_parallel_size > 1:
+        arguments["sequence_parallel"] = True  # of no effect where the ranks do not divide the tokens
     if compiled:
         arguments["compile_blocks"] = True
     if plan.schedule:

@@ -48,7 +48,7 @@ def test_plan_explains_what_cannot_work(capsys):
 def test_pictures(tmp_path, capsys):
     pytest.importorskip("matplotlib")
     given = ["--model", "llama3-70b", "--cluster", "dgx-h100", "--devices", "64", "--batch", "256"]
-    assert main(["plan", *given, "--layout", "pp4.dp1x16", "--pictures", str(tmp_path), "--format", "svg"]) == 0
+    assert main(["plan", *given, "--layout", "pp4.dp1x2.tp8", "--pictures", str(tmp_path), "--format", "svg"]) == 0
     assert sorted(path.name for path in tmp_path.iterdir()) == ["memory.svg", "mesh.svg", "schedule.svg", "time.svg"]
 
 
@@ -103,6 +103,7 @@ def check(pool, tmp_path: Path, processes: int, *options: str) -> None:
     results = pool.run(processes, train, str(tmp_path / "trainer.yaml"), str(tmp_path))
     steps, layout, names, loss = results[0]
     sizes = {name: size for name, size in strategy["init_args"].items() if name.endswith("parallel_size")}
+    assert strategy["init_args"].get("sequence_parallel", False) is (sizes.get("tensor_parallel_size", 1) > 1)
     sizes |= {name: size for name, size in strategy["init_args"].items() if name.startswith("data_parallel")}
     assert steps == 2
     assert layout == str(ParallelLayout(**sizes)), "all sizes that the file gives are what the strategy runs"

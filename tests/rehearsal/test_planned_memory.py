@@ -46,9 +46,8 @@ def test_planned_memory_is_what_a_step_takes(monkeypatch, text, precision, polic
     layout = ParallelLayout.parse(text)
     pp, replicate, shard, cp, tp = layout.sizes
     count = 4 if pp > 1 else 1
-    options = {"precision": precision, "recompute": RecomputePolicy(policy)} | (
-        {"num_microbatches": count} if pp > 1 else {}
-    )
+    options = {"precision": precision, "recompute": RecomputePolicy(policy), "sequence_parallel": tp > 1}
+    options |= {"num_microbatches": count} if pp > 1 else {}
     ranks = (0, layout.world_size - 1) if pp > 1 else (0,)
     peak = max(
         rehearse(lambda: Llama(SIZES, LENGTH, count), layout, rank, RehearsalOptions(**options)).peak_bytes
