@@ -77,7 +77,7 @@ def _run_schedule(placed: Placed, stages: Stages, step: Callable[..., Any], micr
     """Run the schedule; gradients are left where autograd left them, summed over microbatches."""
     assert stages.pipeline is not None
     data, pieces = placed.data, stages.pieces[:microbatches]
-    earlier = take_gradients(data.gradient_leaves())
+    take_gradients(data.gradient_leaves())  # of the step before: they are let go
     data.begin_schedule()
     with placed.backward():
         stages.pipeline.run(
@@ -88,9 +88,7 @@ def _run_schedule(placed: Placed, stages: Stages, step: Callable[..., Any], micr
             ("rehearsal",),
             backward=True,
         )
-    made = take_gradients(data.gradient_leaves())
-    give_gradients(earlier)
-    return made
+    return take_gradients(data.gradient_leaves())
 
 
 def _deliver(placed: Placed, stages: Stages, made: Gradients) -> None:

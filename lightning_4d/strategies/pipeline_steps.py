@@ -57,6 +57,7 @@ from lightning_4d.strategies.loss_probe import LossProbe
 from lightning_4d.strategies.pipeline_metrics import StageMetrics
 from lightning_4d.strategies.pipeline_results import EvaluationResults, TrainingResults
 from lightning_4d.strategies.pipeline_split import plan_stages, split_by_cost
+from lightning_4d.strategies.stale_gradients import without_stale
 from lightning_4d.strategies.step_log import replay, set_caches
 from lightning_4d.strategies.step_records import StepRecords
 
@@ -354,7 +355,7 @@ class PipelineSteps:
         data = strategy.data
         # Checkpointing would recompute once for each parameter whose gradient comes later.
         pipeline.whole_backward = installed(module) is not None
-        earlier = take_gradients(data.gradient_leaves())
+        earlier = without_stale(take_gradients(data.gradient_leaves()), module.trainer)
         data.begin_schedule()
         key = self._key("train", arguments)
         step = strategy.model_ranks.in_parts(module.training_step)

@@ -129,6 +129,11 @@ class ReplacesList(Staged):
         return loss
 
 
+class ClipsByHand(Staged):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        torch.nn.utils.clip_grad_norm_(self.parameters(), 0.1)
+
+
 class Variance(Staged):
     def loss(self, batch: Any, stage: str) -> Tensor:
         return (self(batch[0]) - batch[1]).flatten(1).mean(1).var()
@@ -169,6 +174,7 @@ CASES = {
     "median": Case(partial(MixedLog, "median"), ("'strange'", "num_microbatches=1")),
     "compared with the batch's mean": Case(partial(MixedLog, "rank"), ("'strange'", "whole batch")),
     "computes with a metric": Case(MetricOfMicrobatch, ("'twice'",)),
+    "clips by hand": Case(ClipsByHand, ("clip_grad_norm_", "gradient_clip_val")),
     "skips a block": Case(SkipsABlock, ("does not call the block 'blocks.3'",)),
     "skips one in validation": Case(SkipsInValidation, ("block",), trainer=VALIDATING),
     "other order in validation": Case(OtherOrderInValidation, ("validation_step", "another order"), trainer=VALIDATING),
