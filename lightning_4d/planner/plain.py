@@ -45,7 +45,7 @@ def gathered_bytes(
     """Return bytes of whole parameters and whole gradients, and of autocast's copies of weights.
 
     FSDP2 gathers the root's parameters for a step, and each block's for its forward and its backward. In a pipeline,
-    and where data-parallel ranks share nothing, all blocks are whole at once; a pipeline's gradients too.
+    and where data-parallel ranks share nothing, all blocks are whole at once; gradients of a pipeline too.
 
     Args:
         model: its sizes.
@@ -68,4 +68,4 @@ def gathered_bytes(
     runs = np.where(np.asarray(plan.recompute.kept) < 1, np.minimum(two / 2, blocks), in_flight * blocks)
     head = np.where(pipelined, 0.0, model.embedding_parameters / vocabulary_parts(model, software, plan))
     copies = 2.0 * (np.asarray(software.casts) * runs + np.where(is_mixed, head, 0.0))
-    return np.where(wrapped, weights, 0.0) + np.where(wrapped | pipelined, gradients, 0.0) + copies
+    return np.where(wrapped, weights + gradients, 0.0) + copies
