@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor
 from lightning_4d.absent import Released, is_absent
 from lightning_4d.errors import UnsupportedError, explain
 from lightning_4d.layout import ParallelLayout
+from lightning_4d.mesh import made_once
 from lightning_4d.parallel.blocks import Block
 from lightning_4d.parallel.gradients import Elsewhere, count_stages
 from lightning_4d.parallel.pipeline.announce import Announcement
@@ -275,7 +276,8 @@ class PipelineSteps:
         for ranks, names in by_ranks.items():
             for pipeline in pipelines:
                 members = [pipeline[rank] for rank in ranks]
-                group = cast("dist.ProcessGroup", dist.new_group(members))  # on all ranks: names count
+                key = ("shared parameters", tuple(members))
+                group = made_once(key, partial(_new_group, members))  # on all ranks: names count
                 if self._strategy.global_rank in members:
                     shared.append(_Shared(module, names, group, members[0], is_first=self._rank == ranks[0]))
         return shared
@@ -606,6 +608,10 @@ class _Shared:
             dist.all_reduce(flat, group=self._group)
             for gradient, total in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
                 gradient.copy_(total.view_as(gradient))
+
+
+def _new_group(members: list[int]) -> dist.ProcessGroup:
+    return cast("dist.ProcessGroup", dist.new_group(members))
 
 
 def _local(tensor: Tensor) -> Tensor:
