@@ -694,7 +694,36 @@ _CALL, _COMPILED_CALL = "_call_impl", "_lightning_4d_compiled_call"
 
 def storage_key(tensor: Tensor) -> int:
     """Return what tensors that share memory have in common, also fake ones (the address of their storage object)."""
-    return tensor.untyped_storage()._cdata
+    return storage_id(tensor.untyped_storage())
+
+
+def storage_id(storage: torch.UntypedStorage) -> int:
+    """Return what tells a storage from all others that exist: the address of its object, also where it has no data.
+
+    Reason: ``_cdata``; ``data_ptr()`` is 0 for all fake tensors.
+    """
+    return storage._cdata
+
+
+@contextlib.contextmanager
+def storage_resizes(seen: Callable[[torch.UntypedStorage, int], None]) -> Iterator[None]:
+    """Call ``seen(storage, bytes before)`` after each resize of a storage, on any thread.
+
+    Reason: FSDP2 frees and fills gathered parameters by ``UntypedStorage.resize_``, which no dispatch mode sees.
+    """
+    plain = torch.UntypedStorage.resize_
+
+    def resize(self: torch.UntypedStorage, size: int) -> Any:
+        before = self.nbytes()
+        result = plain(self, size)
+        seen(self, before)
+        return result
+
+    torch.UntypedStorage.resize_ = resize
+    try:
+        yield
+    finally:
+        torch.UntypedStorage.resize_ = plain
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -44,11 +44,11 @@ class AbsentParameter(nn.Parameter):
         return _GRADIENT.__get__(self)
 
     @grad.setter
-    def grad(self, gradient: Tensor | None) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def grad(self, gradient: Tensor | None) -> None:
         _GRADIENT.__set__(self, gradient)
 
     @grad.deleter
-    def grad(self) -> None:
+    def grad(self) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
         _GRADIENT.__delete__(self)
 
 

@@ -95,7 +95,7 @@ def _add_plan(commands: Any) -> None:
     cluster.add_argument("--node-network-gbs", type=float, help="measured bandwidth across nodes, per node")
     run = plan.add_argument_group("run")
     run.add_argument("--batch", type=int, required=True, help="samples of a step, of all devices together")
-    run.add_argument("--precision", default=None, help="bf16-mixed (default), 16-mixed or 32-true")
+    run.add_argument("--precision", default=None, help="bf16-mixed (default), 16-mixed, bf16-true or 32-true")
     run.add_argument("--compile", action="store_true", help="blocks are compiled")
     run.add_argument("--layout", help="only this layout, e.g. pp2.dp2x4.cp1.tp8")
     run.add_argument("--micro-batch", type=int, help="only this microbatch")
@@ -147,6 +147,7 @@ def _add_rehearse(commands: Any) -> None:
     parser.add_argument("--context-parallel-attention", default="ring", choices=("ring", "ulysses", "hybrid"))
     parser.add_argument("--pipeline-schedule", default="1f1b")
     parser.add_argument("--num-microbatches", type=int, help="of pipeline stages; default as many as suit the schedule")
+    parser.add_argument("--recompute", default="none", help="policy of activation checkpointing")
     parser.add_argument("--gpus-per-node", type=int, default=8)
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     parser.set_defaults(run=_rehearse)
@@ -166,7 +167,7 @@ def _plan(options: argparse.Namespace) -> None:
     print_report(found, console, options.top)
     if options.output:
         accelerator = "cpu" if is_cpu else "tpu" if "TPU" in cluster.device.name else "gpu"
-        text = trainer_yaml(found.best, cluster, precision, accelerator, options.batch_key)
+        text = trainer_yaml(found.best, cluster, precision, accelerator, options.batch_key, compiled=options.compile)
         Path(options.output).write_text(text)
         console.print(f"wrote {options.output}")
     if options.pictures:
@@ -180,6 +181,8 @@ def _model(options: argparse.Namespace) -> ModelFacts:
     if (options.model is None) is (options.class_path is None):
         given = "--model and --class-path" if options.model else "no model"
         raise PlanError(explain(given, "a plan is for one model", "give either --model or --class-path"))
+    if options.seq_len is not None and options.seq_len < 1:
+        raise PlanError(explain(f"--seq-len {options.seq_len}", "a sample has tokens", "use --seq-len 1024"))
     facts = model_facts(options.model) if options.model else _counted(options)
     return facts if options.seq_len is None else replace(facts, seq_len=options.seq_len)
 
@@ -203,6 +206,10 @@ def _cluster(options: argparse.Namespace) -> ClusterFacts:
     from lightning_4d.planner.sources import cluster_facts
 
     cluster = cluster_facts(options.cluster, options.devices)
+    for name in ("matmul_tflops", "link_gbs", "node_network_gbs"):
+        if (value := getattr(options, name)) is not None and value <= 0:
+            option = "--" + name.replace("_", "-")
+            raise PlanError(explain(f"{option} {value:g}", "a measured rate is above 0", f"leave {option} out"))
     return replace(
         cluster,
         matmul_tflops=options.matmul_tflops or cluster.matmul_tflops,
@@ -268,6 +275,7 @@ def _drawn(options: argparse.Namespace) -> tuple[Callable[[], str], Callable[[Pa
 def _rehearse(options: argparse.Namespace) -> None:
     from rich.console import Console
 
+    from lightning_4d.parallel.recompute import RecomputePolicy
     from lightning_4d.rehearsal import RehearsalOptions, print_rehearsal, rehearse
 
     layout = ParallelLayout.parse(options.layout)
@@ -277,6 +285,7 @@ def _rehearse(options: argparse.Namespace) -> None:
         num_microbatches=options.num_microbatches or "auto",
         sequence_parallel=options.sequence_parallel,
         context_parallel_attention=options.context_parallel_attention,
+        recompute=RecomputePolicy(options.recompute),
         precision=options.precision,
         gpus_per_node=options.gpus_per_node,
     )

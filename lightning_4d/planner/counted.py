@@ -89,8 +89,11 @@ def count_module(
         name: of the result.
 
     Raises:
-        PlanError: the step does not run on fake tensors, or no block runs in it.
+        PlanError: the step does not run on fake tensors, gives no loss, or no block runs in it.
     """
+    if not blocks:
+        rule = "a plan needs repeated layers, in an nn.ModuleList or nn.Sequential"
+        raise PlanError(explain(f"{type(module).__name__} without repeated layers", rule, "name them: --blocks"))
     shapes: list[torch.Size] = []
     first = next(iter(blocks.values()))
 
@@ -130,7 +133,10 @@ def _loss(module: nn.Module, batch: Sequence[tuple[torch.dtype, tuple[int, ...]]
         module.__dict__.update(log=_nothing, log_dict=_nothing)  # restored after the fake run
     out: Any = step(whole, 0) if callable(step) else module(*tensors)
     if isinstance(out, dict):
-        out = out["loss"]
+        out = out.get("loss")
+    if not isinstance(out, Tensor):
+        rule = "a step returns a loss, or a dict with one as 'loss'"
+        raise PlanError(explain(f"{type(module).__name__}.training_step returned {out!r}", rule, "return the loss"))
     return out if out.dim() == 0 else out.float().mean()
 
 

@@ -88,6 +88,10 @@ class Software:
         width_bytes: bytes of an activation: 2, or 4 in fp32.
         step_bytes: bytes of temporaries of the optimizer's step for each of its parameters.
         fp32_parameters: 1 where parameters are fp32 and cast for computation, also without FSDP.
+        plain_torch: 1 where layers are ordinary torch modules under NDStrategy: what autograd keeps of them, and what
+            FSDP2 gathers when, is `lightning_4d.planner.plain`; 0 for programs with layers of their own.
+        stored_bytes: bytes of a parameter and of its gradient at rest, with plain_torch.
+        residual_bytes: bytes of an element of the residual stream, with plain_torch: 4 under autocast.
     """
 
     attention: Number = 2
@@ -113,6 +117,9 @@ class Software:
     bucket_bytes: Number = 0
     step_bytes: Number = 0
     fp32_copies: Number = 0
+    plain_torch: Number = 0
+    stored_bytes: Number = 4
+    residual_bytes: Number = 2
 
 
 @dataclass(frozen=True)

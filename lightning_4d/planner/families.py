@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_4d.layout import axis_conflict
 from lightning_4d.planner.facts import SCHEDULES, Plan
+from lightning_4d.planner.legal import axis_conflict
 from lightning_4d.planner.numbers import gib_text
 from lightning_4d.planner.search import Candidate, Search
 from lightning_4d.planner.space import model_sizes

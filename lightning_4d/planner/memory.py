@@ -14,6 +14,7 @@ from lightning_4d.planner.constants import DEFAULT, Constants
 from lightning_4d.planner.facts import Plan, Software
 from lightning_4d.planner.model import ModelFacts
 from lightning_4d.planner.numbers import Number
+from lightning_4d.planner.plain import block_bytes_per_token, gathered_bytes, vocabulary_parts
 from lightning_4d.planner.stages import Stages, stages_of
 
 __all__ = ["MEMORY_COMPONENTS", "Memory", "activation_bytes", "memory_bytes"]
@@ -54,18 +55,21 @@ def _rank_parts(
 ) -> dict[str, Number]:
     blocks = stages.last if is_last else stages.first
     pipelined = np.asarray(plan.pp) > 1
-    tables = np.where(pipelined, model.embedding_parameters, model.other_parameters) / plan.tp
+    tables = np.where(pipelined, model.embedding_parameters, model.other_parameters) / vocabulary_parts(
+        model, software, plan
+    )
     held = blocks * model.block_parameters / plan.tp + tables
-    parts = _states(model, software, plan, held, tables)
-    working, kept = activation_bytes(model, software, plan)
     in_flight = np.where(pipelined & is_last & (plan.of_schedule("holds_all") == 0), _chunks(plan), _in_flight(plan))
+    parts = _states(model, software, plan, held, tables, in_flight)
+    working, kept = activation_bytes(model, software, plan)
     # While a block runs backward its activations and their gradients are whole; the logits are gone by then, so that
     # only what they take beyond that counts.
-    backward = working * np.where(np.asarray(plan.recompute.kept) < 1, 2, 1)
+    is_plain = np.asarray(software.plain_torch) > 0
+    backward = working * np.where(np.asarray(plan.recompute.kept) < 1, np.where(is_plain, 1.5, 2), ~is_plain)
     parts["activations"] = c.activation_slack * (in_flight * blocks * kept + backward)
     has_logits = np.where(pipelined, float(is_last), 1.0)
     tokens = plan.micro_batch * model.head_rows / plan.cp
-    logits = has_logits * software.logit_memory * tokens * model.vocab / plan.tp
+    logits = has_logits * software.logit_memory * tokens * model.vocab / vocabulary_parts(model, software, plan)
     parts["logits"] = np.maximum(0.0, logits - c.activation_slack * backward)
     # Outputs are kept until their backward, and one is on its way in each direction.
     hidden = software.width_bytes * plan.micro_batch * model.seq_len / plan.cp * model.hidden
@@ -77,7 +81,9 @@ def _rank_parts(
     return parts
 
 
-def _states(model: ModelFacts, software: Software, plan: Plan, held: Number, tables: Number) -> dict[str, Number]:
+def _states(
+    model: ModelFacts, software: Software, plan: Plan, held: Number, tables: Number, in_flight: Number
+) -> dict[str, Number]:
     """Parameters, gradients and optimizer states of a rank that holds `held` parameters before sharding.
 
     Either 16-bit parameters with fp32 master copies in the optimizer, or fp32 parameters that are gathered in 16 bit
@@ -87,19 +93,32 @@ def _states(model: ModelFacts, software: Software, plan: Plan, held: Number, tab
     shards = np.where(zero >= 1, group, 1.0)
     is_fsdp = (zero >= 2) | (np.asarray(software.fp32_parameters) > 0)
     gradient = np.asarray(software.gradient_memory, float)
-    per_step = (zero == 2) & (np.asarray(plan.microbatches) > 1)  # gradients stay whole until the step's last backward
-    two_blocks = 2 * model.block_parameters / plan.tp + tables
-    whole = np.where(zero == 2, held, np.minimum(two_blocks, held))
-    # Gathered blocks; without shards, autocast's copies of all weights.
+    is_plain = np.asarray(software.plain_torch) > 0
+    # Gradients stay whole until the step's last backward; those of the step before exist meanwhile.
+    per_step = (zero == 2) & (np.asarray(plan.microbatches) > 1) & ~is_plain
+    stored = np.asarray(software.stored_bytes, float)
+    gathered = np.where(
+        is_plain,
+        gathered_bytes(model, software, plan, held, tables, in_flight),
+        _gathered(model, software, plan, held, tables),
+    )
+    return {
+        "parameters": np.where(is_fsdp, held * stored / shards, held * 2),
+        "gradients": np.where(is_fsdp, held * stored / np.where(per_step, 1.0, shards), held * gradient),
+        "optimizer": held * np.where(is_fsdp, software.master_bytes - 4, software.master_bytes) / shards,
+        "gathered": gathered,
+    }
+
+
+def _gathered(model: ModelFacts, software: Software, plan: Plan, held: Number, tables: Number) -> Number:
+    """Gathered blocks and gradients of a program with layers of its own; without shards, autocast's copies."""
+    zero = np.asarray(plan.zero)
+    shards = np.where(zero >= 1, np.asarray(plan.dp_shard * plan.cp, float), 1.0)
+    is_fsdp = (zero >= 2) | (np.asarray(software.fp32_parameters) > 0)
+    whole = np.where(zero == 2, held, np.minimum(2 * model.block_parameters / plan.tp + tables, held))
     copied = np.where(shards > 1, software.parameter_bytes, 2.0 * np.asarray(software.casts))
     copies = np.where(is_fsdp, copied * np.where(shards > 1, whole, held), 0.0)
-    gathered_gradients = np.where(is_fsdp & (shards > 1), model.block_parameters / plan.tp * 4.0, 0.0)
-    return {
-        "parameters": np.where(is_fsdp, held * 4 / shards, held * 2),
-        "gradients": np.where(is_fsdp, held * 4 / np.where(per_step, 1.0, shards), held * gradient),
-        "optimizer": held * np.where(is_fsdp, software.master_bytes - 4, software.master_bytes) / shards,
-        "gathered": copies + gathered_gradients,
-    }
+    return copies + np.where(is_fsdp & (shards > 1), model.block_parameters / plan.tp * 4.0, 0.0)
 
 
 def _chunks(plan: Plan) -> Number:
@@ -130,8 +149,10 @@ def activation_bytes(model: ModelFacts, software: Software, plan: Plan) -> tuple
     scores = 5 * model.heads * model.seq_len / plan.tp * (np.asarray(software.attention) == 0)
     copies = 1 + 0.25 * np.asarray(software.fp32_copies)
     wide = np.asarray(software.width_bytes) / 2
-    whole = wide * tokens * (copies * (stream + attention + ffn) + scores)
-    block_input = wide * 2 * tokens * model.hidden / split
+    is_plain = np.asarray(software.plain_torch) > 0
+    theirs = wide * (copies * (stream + attention + ffn) + scores)
+    whole = tokens * np.where(is_plain, block_bytes_per_token(model, software, plan), theirs)
+    block_input = np.where(is_plain, software.residual_bytes, wide * 2) * tokens * model.hidden / split
     core_again = np.asarray(plan.recompute.attention) * np.asarray(plan.recompute.matmul < 0.25)
     kept = plan.recompute.kept * (whole - core_again * wide * tokens * scores)
     is_whole = np.asarray(plan.recompute.kept) >= 1

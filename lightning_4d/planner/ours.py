@@ -7,43 +7,53 @@ import numpy as np
 from lightning_4d.errors import PlanError, explain
 from lightning_4d.planner.cluster import ClusterFacts
 from lightning_4d.planner.facts import ATTENTION, Machine, Plan, Recompute, Software
+from lightning_4d.planner.numbers import Number
 
 __all__ = ["POLICIES", "PRECISIONS", "machine_for", "software_for"]
 
-PRECISIONS = ("bf16-mixed", "16-mixed", "32-true")
+PRECISIONS = ("bf16-mixed", "16-mixed", "bf16-true", "32-true")
 """Lightning's names of the precisions that can be planned for."""
 
 POLICIES: dict[str, Recompute] = {
     "none": Recompute(0.0, 0.0, 0.0, 1.0),
     # The callback's "selective" keeps the results of matrix products and attention.
-    "selective": Recompute(0.0, 0.0, 1.0, 0.6),
+    "selective": Recompute(0.0, 0.0, 1.0, 0.45),
     "full": Recompute(1.0, 1.0, 1.0, 0.0),
 }
 """Policies of the callback `ActivationCheckpointing` that the search tries."""
 
 
-def software_for(plan: Plan, precision: str = "bf16-mixed", *, compiled: bool = False) -> Software:
-    """Return how a plan's layers run under NDStrategy: fp32 parameters and gradients, gathered in 16 bit when mixed.
+def software_for(plan: Plan, precision: str = "bf16-mixed", *, compiled: bool = False, seq_len: Number = 0) -> Software:
+    """Return how a plan's layers run under NDStrategy; with sequence parallelism where tensor ranks divide the tokens.
 
-    Without shards nothing is gathered, and autocast casts the parameters in each forward.
+    Mixed: parameters and gradients are fp32, and autocast casts weights. Data-parallel and context-parallel ranks
+    gather them in 16 bit already; with tensor or pipeline ranks, or nothing to gather, each forward casts them. True:
+    everything is of one dtype.
     """
-    is_mixed = precision != "32-true"
-    is_sharded = np.asarray(plan.dp_shard * plan.cp) > 1
+    is_mixed, width = precision.endswith("-mixed"), 4.0 if precision == "32-true" else 2.0
+    stored = 4.0 if is_mixed else width
+    wrapped = np.asarray(plan.dp * plan.cp) > 1
+    whole = (np.asarray(plan.pp) > 1) | (np.asarray(plan.tp) > 1) | ~wrapped  # these weights stay as they are stored
+    divides = (np.asarray(plan.tp) > 1) & (np.mod(np.asarray(seq_len) / plan.cp, plan.tp) == 0)
+    casts = np.where(whole, float(is_mixed), 0.0)
     return Software(
         attention=ATTENTION.index("flash2"),
         eager=0.0 if compiled else 1.0,
-        gradient_bytes=4.0,
-        parameter_bytes=2.0 if is_mixed else 4.0,
-        sequence_parallel=0.0,
-        casts=np.where(is_sharded, 0.0, float(is_mixed)),
+        gradient_bytes=stored,
+        parameter_bytes=width + (stored - width) * casts,
+        sequence_parallel=np.where(divides, 1.0, 0.0),
+        casts=casts,
         early_stop=1.0,
         balances_stages=1.0,
-        master_bytes=12.0,
-        step_bytes=4.0,
+        master_bytes=4.0 + 2 * stored,  # Adam's two moments
+        step_bytes=stored,
         fp32_parameters=1.0,
         fp32_copies=0.0 if compiled else 1.0,
         logit_memory=12.0,
-        width_bytes=2.0 if is_mixed else 4.0,
+        width_bytes=width,
+        plain_torch=1.0,
+        stored_bytes=stored,
+        residual_bytes=stored,
     )
 
 

@@ -179,17 +179,18 @@ def search(
     """
     if cluster.device.name == "CPU":
         constants = replace(constants, runtime_memory=CPU_RUNTIME, **_CPU)
+    limits = replace(limits or Limits(), compiled=compiled)
     space = enumerate_plans(model, cluster.devices, batch, limits)
     if not len(space):
         raise PlanError(_no_layout(model, cluster, batch, limits))
-    software = software_for(space.plan, precision, compiled=compiled)
+    software = software_for(space.plan, precision, compiled=compiled, seq_len=model.seq_len)
     machine = machine_for(cluster, precision)
     bytes_ = np.asarray(memory_bytes(model, software, space.plan, constants).total)
     fits = np.flatnonzero(bytes_ <= float(machine.memory) * HEADROOM)
     seconds = np.full(len(space), np.inf)
     if len(fits):
         chosen = space.take(fits)
-        software = software_for(chosen.plan, precision, compiled=compiled)
+        software = software_for(chosen.plan, precision, compiled=compiled, seq_len=model.seq_len)
         time = np.asarray(total_seconds(step_seconds(model, machine, software, chosen.plan, constants)))
         seconds[fits] = time / (np.asarray(chosen.plan.samples) if batch is None else 1.0)
     order = fits[np.argsort(seconds[fits] * _simplicity(space, fits), kind="stable")]
@@ -203,13 +204,15 @@ def _simplicity(space: Space, rows: NDArray[np.int64]) -> Any:
     return 1 + MARGIN * used
 
 
-def _no_layout(model: ModelFacts, cluster: ClusterFacts, batch: int | None, limits: Limits | None) -> str:
-    fixed = ", ".join(f"{name}={value}" for name, value in vars(limits or Limits()).items() if isinstance(value, int))
+def _no_layout(model: ModelFacts, cluster: ClusterFacts, batch: int | None, limits: Limits) -> str:
+    fixed = ", ".join(f"{name}={value}" for name, value in vars(limits).items() if type(value) is int)
     given = f"batch={batch} on {cluster.devices} devices" + (f" with {fixed}" if fixed else "")
     layout = ParallelLayout(
         *(getattr(limits, axis, None) or 1 for axis in ("pp", "dp_replicate", "dp_shard", "cp", "tp"))
     )
     reasons = conflicts(layout, model)
+    if limits.compiled and layout.context_parallel_size * layout.tensor_parallel_size > 1:
+        reasons.append("compiled blocks allow neither tensor nor context parallelism")
     rule = "; ".join(reasons) or "the data-parallel size divides the batch, and the product of all sizes is the devices"
     near = max(1, round((batch or 1) / cluster.devices)) * cluster.devices
     return explain(given, rule, f"use batch={near}, or leave sizes open")
@@ -217,7 +220,7 @@ def _no_layout(model: ModelFacts, cluster: ClusterFacts, batch: int | None, limi
 
 def _priced(found: Search, one: Space, row: int) -> Candidate:
     plan, machine = one.plan, machine_for(found.cluster, found.precision)
-    software = software_for(plan, found.precision, compiled=found.compiled)
+    software = software_for(plan, found.precision, compiled=found.compiled, seq_len=found.model.seq_len)
     parts = step_seconds(found.model, machine, software, plan, found.constants)
     memory = memory_bytes(found.model, software, plan, found.constants)
     seconds = _scalar(total_seconds(parts))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -55,21 +55,20 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
     except (ValueError, yaml.YAMLError) as error:
-        raise PlanError(explain(f"{path}", f"it must be readable ({error})", "correct the file")) from error
+        why = " ".join(str(error).split())
+        raise PlanError(explain(f"{path}", f"it must be readable ({why})", "correct the file")) from error
     if not isinstance(content, dict):
         raise PlanError(explain(f"{path}", "it holds names and values", "write lines like 'layers: 32'"))
     return content
 
 
 def _from_sizes(content: dict[str, Any], path: Path) -> ModelFacts:
-    known = {field.name for field in fields(ModelFacts)}
-    unknown = sorted(set(content) - known)
-    if unknown:
-        raise PlanError(explain(f"{path}: {', '.join(unknown)}", "sizes of a model have fixed names", f"use {known}"))
+    _check_names(content, path, "model", [field.name for field in fields(ModelFacts)])
     needed = ("layers", "hidden", "vocab", "seq_len")
     missing = [name for name in needed if name not in content]
     if missing:
         raise PlanError(explain(f"{path} without {', '.join(missing)}", f"a model needs {needed}", "add them"))
+    _check_numbers(content, path, needed)
     heads = content.get("heads", max(1, content["hidden"] // 128))
     usual = {
         "heads": heads,
@@ -80,6 +79,27 @@ def _from_sizes(content: dict[str, Any], path: Path) -> ModelFacts:
         "name": path.stem,
     }
     return ModelFacts(**(usual | content))
+
+
+def _check_names(content: Mapping[str, Any], path: Path, what: str, known: Sequence[str]) -> None:
+    """Refuse an unknown name, with the nearest known one."""
+    for name in content:
+        if name not in known:
+            rule = f"facts of a {what} are {', '.join(known)}"
+            raise PlanError(explain(f"{path}: {name!r}", rule, f"use {_closest(str(name), dict.fromkeys(known))!r}"))
+
+
+def _check_numbers(content: Mapping[str, Any], path: Path, positive: Sequence[str]) -> None:
+    """Refuse a fact that is no number, or a size that is not above 0."""
+    for name, value in content.items():
+        if name in ("name", "matmul_kind", "device") or value is None:
+            continue
+        if not isinstance(value, (int, float)):
+            rule = f"{name} is a number"
+            raise PlanError(explain(f"{path}: {name}: {value!r}", rule, f"write a line like '{name}: 8'"))
+        if value < 0 or (value == 0 and name in positive):
+            above = "above 0" if name in positive else "not negative"
+            raise PlanError(explain(f"{path}: {name}: {value}", f"{name} is {above}", f"use {name}: 1"))
 
 
 # The names by which configurations call a size; the first that is there counts.
@@ -185,12 +205,14 @@ def _of_device(name: str) -> ClusterFacts:
 
 
 def _cluster_from(content: dict[str, Any], path: Path) -> ClusterFacts:
-    device = content.pop("device", None)
-    facts = DeviceFacts(**device) if isinstance(device, dict) else device_facts(str(device))
-    unknown = sorted(set(content) - {field.name for field in fields(ClusterFacts)})
-    if unknown:
-        names = ", ".join(field.name for field in fields(ClusterFacts))
-        raise PlanError(explain(f"{path}: {', '.join(unknown)}", "facts of a cluster have fixed names", f"use {names}"))
+    _check_names(content, path, "cluster", [field.name for field in fields(ClusterFacts)])
+    sizes = ("nodes", "devices_per_node", "network_gbs", "matmul_tflops", "measured_link_gbs", "measured_network_gbs")
+    _check_numbers(content, path, sizes)
+    if "device" not in content:
+        rule = "a cluster consists of devices: a name, or facts of your own"
+        raise PlanError(explain(f"{path} without device", rule, "add a line like 'device: H100-SXM-80GB'"))
+    device = content.pop("device")
+    facts = _device_from(device, path) if isinstance(device, dict) else device_facts(str(device))
     usual = {
         "nodes": 1,
         "devices_per_node": facts.usual_node,
@@ -200,6 +222,19 @@ def _cluster_from(content: dict[str, Any], path: Path) -> ClusterFacts:
     return ClusterFacts(facts, **(usual | content))
 
 
+def _device_from(content: dict[str, Any], path: Path) -> DeviceFacts:
+    """A device of the user's own; rates that are left out are usual shares of the 16-bit peak."""
+    _check_names(content, path, "device", [field.name for field in fields(DeviceFacts)])
+    needed = ("name", "peak", "memory_gb", "bandwidth_gbs", "link_gbs")
+    missing = [name for name in needed if name not in content]
+    if missing:
+        rule = f"a device of your own needs {', '.join(needed)}"
+        raise PlanError(explain(f"{path}: device without {', '.join(missing)}", rule, "add them"))
+    _check_numbers(content, path, needed[1:])
+    usual = {"peak_fp8": content["peak"], "peak_fp32": content["peak"] / 16, "sms": 128}
+    return DeviceFacts(**(usual | content))
+
+
 def with_devices(cluster: ClusterFacts, devices: int) -> ClusterFacts:
     """Return the same cluster with another number of devices: part of one node, or whole nodes.
 
@@ -207,9 +242,11 @@ def with_devices(cluster: ClusterFacts, devices: int) -> ClusterFacts:
         PlanError: the number does not fill nodes.
     """
     per_node = cluster.devices_per_node
+    if devices < 1:
+        raise PlanError(explain(f"devices={devices}", "a plan is for at least one device", "use devices=1"))
     if devices < per_node:
         return replace(cluster, nodes=1, devices_per_node=devices)
-    if devices < 1 or devices % per_node:
+    if devices % per_node:
         near = max(1, round(devices / per_node)) * per_node
         raise PlanError(explain(f"devices={devices}", f"a node has {per_node} devices", f"use {near}"))
     return replace(cluster, nodes=devices // per_node)

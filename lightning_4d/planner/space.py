@@ -1,20 +1,24 @@
 """All layouts that are legal for a model on a cluster, with every way to run a step on them, as columns of numbers.
 
-Which sizes are legal is judged by `lightning_4d.layout`, for the planner and the strategies alike.
+Which sizes fit a model is judged by `lightning_4d.planner.legal`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
+from difflib import get_close_matches
 from itertools import product
+from math import prod
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_4d.layout import ModelSizes, ParallelLayout, axis_conflict, model_conflicts
+from lightning_4d.errors import PlanError, explain
+from lightning_4d.layout import ParallelLayout
 from lightning_4d.planner.facts import SCHEDULES, Plan, Recompute
+from lightning_4d.planner.legal import ModelSizes, axis_conflict, model_conflicts
 from lightning_4d.planner.model import ModelFacts
 from lightning_4d.planner.ours import POLICIES
 
@@ -32,6 +36,7 @@ class Limits:
         micro_batch: samples of a microbatch, fixed.
         schedules: names of pipeline schedules; by default those that train any model that pipelines.
         policies: names of `POLICIES`.
+        compiled: whether blocks are compiled, which NDStrategy does without tensor and context parallelism only.
     """
 
     pp: int | None = None
@@ -42,6 +47,40 @@ class Limits:
     micro_batch: int | None = None
     schedules: Sequence[str] = ("1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv")
     policies: Sequence[str] = tuple(POLICIES)
+    compiled: bool = False
+
+    def check(self, devices: int, batch: int | None) -> None:
+        """Refuse what is no limit at all.
+
+        Raises:
+            PlanError: a count below 1, an unknown name, sizes whose product is not the devices, a microbatch that
+                divides no rank's samples.
+        """
+        counts = {"devices": devices, "batch": batch, "micro_batch": self.micro_batch}
+        counts |= {axis: getattr(self, axis) for axis in _AXES}
+        for name, count in counts.items():
+            if count is not None and count < 1:
+                raise PlanError(explain(f"{name}={count}", "it is a whole number of at least 1", f"use {name}=1"))
+        _check_names("schedule", self.schedules, [schedule.name for schedule in SCHEDULES])
+        _check_names("recompute", self.policies, list(POLICIES))
+        sizes = [getattr(self, axis) for axis in _AXES]
+        if None not in sizes and prod(sizes) != devices:
+            given = f"layout {ParallelLayout(*sizes)} on {devices} devices"
+            raise PlanError(explain(given, f"its sizes make {prod(sizes)} processes", f"use devices={prod(sizes)}"))
+        if batch is not None and self.micro_batch is not None and batch % self.micro_batch:
+            near = max(size for size in range(1, self.micro_batch + 1) if batch % size == 0)
+            given = f"micro_batch={self.micro_batch} with batch={batch}"
+            raise PlanError(explain(given, "microbatches make up the batch", f"use micro_batch={near}"))
+
+
+_AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+
+
+def _check_names(what: str, given: Sequence[str], known: Sequence[str]) -> None:
+    for name in given:
+        if name not in known:
+            near = get_close_matches(name, known, 1, 0.0)[0]
+            raise PlanError(explain(f"{what} {name!r}", f"known are {', '.join(known)}", f"use {near!r}"))
 
 
 @dataclass(frozen=True)
@@ -94,8 +133,12 @@ def enumerate_plans(model: ModelFacts, devices: int, batch: int | None, limits: 
         devices: in the cluster.
         batch: samples of a step, of all ranks together; None: one for each data-parallel rank.
         limits: what may be tried.
+
+    Raises:
+        PlanError: see `Limits.check`.
     """
     limits = limits or Limits()
+    limits.check(devices, batch)
     layouts = _layouts(model_sizes(model), devices, limits)
     steps = _microbatches(layouts, batch, limits)
     pipelines = _pipelines(steps, int(np.asarray(model.layers)), limits)
@@ -119,6 +162,8 @@ def _layouts(sizes: ModelSizes, devices: int, limits: Limits) -> Axes:
     rows: list[tuple[int, ...]] = []
     fixed = [getattr(limits, axis) for axis in ("pp", "cp", "tp")]
     options = [_sizes(axis, devices, sizes, size) for axis, size in zip(("pp", "cp", "tp"), fixed)]
+    if limits.compiled:
+        options[1:] = [[size for size in found if size == 1] for found in options[1:]]
     for pp, cp, tp in product(*options):
         if devices % (pp * cp * tp):
             continue
@@ -177,7 +222,8 @@ def _plan(rows: Axes, policy: NDArray[np.int64], policies: Iterable[str]) -> Pla
     pp, replicate, shard, cp, tp, micro, microbatches, virtual, schedule = rows.astype(float).T
     table = {field.name: [getattr(POLICIES[name], field.name) for name in policies] for field in fields(Recompute)}
     recompute = Recompute(**{name: np.array(values, float)[policy] for name, values in table.items()})
-    zero = np.where(shard * cp > 1, 3.0, 0.0)
+    # A pipeline gathers its stages once for all microbatches of a step.
+    zero = np.where(shard * cp > 1, np.where(pp > 1, 2.0, 3.0), 0.0)
     return Plan(pp, replicate, shard, cp, tp, zero, micro, microbatches, virtual, schedule, recompute)
 
 

@@ -21,7 +21,9 @@ _SIZES = {
 }
 
 
-def trainer_options(plan: Candidate, cluster: ClusterFacts, precision: str, accelerator: str) -> dict[str, Any]:
+def trainer_options(
+    plan: Candidate, cluster: ClusterFacts, precision: str, accelerator: str, *, compiled: bool = False
+) -> dict[str, Any]:
     """Return the ``trainer`` section: what of it the plan decides.
 
     Sizes of 1 are left out, except those of data parallelism, whose defaults are not 1. A pipeline takes its
@@ -31,6 +33,10 @@ def trainer_options(plan: Candidate, cluster: ClusterFacts, precision: str, acce
     arguments: dict[str, Any] = {
         name: size for name, size in sizes.items() if size > 1 or name.startswith("data_parallel")
     }
+    if plan.layout.tensor_parallel_size > 1:
+        arguments["sequence_parallel"] = True  # of no effect where the ranks do not divide the tokens
+    if compiled:
+        arguments["compile_blocks"] = True
     if plan.schedule:
         arguments |= {"pipeline_schedule": plan.schedule, "num_microbatches": plan.microbatches}
         if plan.virtual > 2:  # without a split, NDStrategy gives each rank two stages
@@ -57,7 +63,13 @@ def loader_batch(plan: Candidate) -> int:
 
 
 def trainer_yaml(
-    plan: Candidate, cluster: ClusterFacts, precision: str, accelerator: str = "gpu", batch_key: str | None = None
+    plan: Candidate,
+    cluster: ClusterFacts,
+    precision: str,
+    accelerator: str = "gpu",
+    batch_key: str | None = None,
+    *,
+    compiled: bool = False,
 ) -> str:
     """Return the file: comments with the prediction, then the options.
 
@@ -68,6 +80,7 @@ def trainer_yaml(
         accelerator: Lightning's name.
         batch_key: the option that sets the loader's batch size, for instance ``data.batch_size``; without it the size
             is a comment.
+        compiled: whether blocks are compiled.
     """
     head = [
         f"# {plan}",
@@ -75,7 +88,7 @@ def trainer_yaml(
         f"{gib_text(plan.bytes)} of {gib_text(plan.capacity)} GiB on the fullest device.",
         f"# The loader of each process gives {loader_batch(plan)} samples at once.",
     ]
-    content: dict[str, Any] = {"trainer": trainer_options(plan, cluster, precision, accelerator)}
+    content: dict[str, Any] = {"trainer": trainer_options(plan, cluster, precision, accelerator, compiled=compiled)}
     if batch_key:
         _set(content, batch_key.split("."), loader_batch(plan))
     return "\n".join(head) + "\n" + yaml.safe_dump(content, sort_keys=False, default_flow_style=None, width=120)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
 import torch
@@ -21,16 +21,25 @@ from lightning_4d.parallel.pipeline.batch import bounds, cut, rows_of, signature
 from lightning_4d.parallel.pipeline.engine import Pipeline
 from lightning_4d.parallel.pipeline.plan import StagePlan
 from lightning_4d.parallel.pipeline.record import StepRecord
-from lightning_4d.parallel.pipeline.schedule import check_microbatches, choose_microbatches, find_schedule, stage_ranks
+from lightning_4d.parallel.pipeline.schedule import (
+    action_list,
+    check_microbatches,
+    choose_microbatches,
+    find_schedule,
+    for_microbatches,
+    in_flight,
+)
 from lightning_4d.parallel.pipeline.split import check_count
+from lightning_4d.parallel.recompute import RecomputePolicy, StageRuns, install
 from lightning_4d.parallel.tensor import TensorOptions, TensorParallel, divide
 from lightning_4d.rehearsal.costs import split_by_cost
 from lightning_4d.strategies.crossings import Crossings
 from lightning_4d.strategies.fake_step import record_step
-from lightning_4d.strategies.pipeline_split import split_by_name
+from lightning_4d.strategies.pipeline_split import plan_stages
 from lightning_4d.strategies.pipeline_steps import _Shared as SharedParameters
+from lightning_4d.strategies.precision import autocast_dtype
 
-__all__ = ["Placed", "RehearsalOptions", "Stages", "place"]
+__all__ = ["Placed", "RehearsalOptions", "Stages", "flying", "place"]
 
 _CPU = torch.device("cpu")
 
@@ -40,6 +49,7 @@ class RehearsalOptions:
     """How the rank is set up: the arguments of ``NDStrategy`` of the same names, and what the Trainer is told.
 
     Args:
+        recompute: the policy of activation checkpointing.
         precision: the Trainer's.
         gpus_per_node: ranks of a node, which "auto" sizes go by.
     """
@@ -53,6 +63,7 @@ class RehearsalOptions:
     context_parallel_attention: str = "ring"
     ulysses_size: int | Literal["auto"] = "auto"
     reshard_after_forward: bool | Literal["auto"] = "auto"
+    recompute: RecomputePolicy = field(default_factory=lambda: RecomputePolicy("none"))
     precision: str = "bf16-mixed"
     gpus_per_node: int = 8
 
@@ -126,7 +137,7 @@ def place(trainer: Trainer, module: LightningModule, batch: Any, mesh: Mesh, opt
     Raises:
         UnsupportedError: what the strategies refuse at set-up.
     """
-    trainer.precision_plugin.convert_module(module)
+    _convert(module, trainer.precision_plugin.precision)
     blocks = find_blocks(module, options.blocks)
     context = _context(module, blocks, mesh, options)
     stages = _stages(trainer, module, blocks, batch, mesh, options)
@@ -144,8 +155,7 @@ def place(trainer: Trainer, module: LightningModule, batch: Any, mesh: Mesh, opt
         boundaries.install_outside()
     if context is not None:
         context.install_outside()
-    if options.precision == "bf16-mixed":
-        data.gather_in(torch.bfloat16)
+    data.gather_in(autocast_dtype(trainer.precision_plugin) if stages is None else None)
     if stages is not None:
         kind, group = find_schedule(options.pipeline_schedule), mesh["pp"].get_group()
         surroundings = trainer.precision_plugin.train_step_context
@@ -159,8 +169,43 @@ def place(trainer: Trainer, module: LightningModule, batch: Any, mesh: Mesh, opt
             surroundings,
             Crossings(context, tensor),
         )
+        stages.pipeline.whole_backward = options.recompute.kind != "none"
         stages.shared = tuple(_shared(module, stages, mesh))
+    if options.recompute.kind != "none":
+        install(module, options.recompute, options.blocks, None if stages is None else _runs(stages, mesh))
     return Placed(module, data, blocks, tensor, context, stages)
+
+
+def _convert(module: nn.Module, precision: str) -> None:
+    """As ``module.to(dtype)`` of a precision like "bf16-true", which cannot swap fake tensors that something knows."""
+    dtype = {"bf16-true": torch.bfloat16, "16-true": torch.float16, "64-true": torch.float64}.get(str(precision))
+    if dtype is None:
+        return
+    known: dict[nn.Parameter, nn.Parameter] = {}
+    for part in module.modules():
+        for name, parameter in part._parameters.items():
+            if parameter is not None and parameter.is_floating_point():
+                if parameter not in known:
+                    known[parameter] = nn.Parameter(parameter.detach().to(dtype), parameter.requires_grad)
+                part._parameters[name] = known[parameter]
+        for name, buffer in part._buffers.items():
+            if buffer is not None and buffer.is_floating_point():
+                part._buffers[name] = buffer.to(dtype)
+
+
+def flying(stages: Stages, mesh: Mesh) -> int:
+    """Return how many microbatches of the rank's stages hold activations at once, at most."""
+    ranks, count = mesh.layout.pipeline_parallel_size, len(stages.pieces)
+    assert stages.pipeline is not None
+    kind = for_microbatches(stages.pipeline.kind, count, ranks)
+    return in_flight(action_list(kind, ranks, stages.plan.stages, count)[mesh.coordinate["pp"]])
+
+
+def _runs(stages: Stages, mesh: Mesh) -> StageRuns:
+    """What checkpointing has to know of the rank's stages."""
+    plan = stages.plan
+    runs = [[plan.order[block] for block in plan.blocks(stage)] for stage in plan.on_rank(mesh.coordinate["pp"])]
+    return StageRuns(runs, flying(stages, mesh))
 
 
 def _context(
@@ -197,14 +242,13 @@ def _stages(
         if signature(piece) not in known:
             known[signature(piece)] = record_step(trainer, module, "training_step", piece, blocks, 0)
     records = [known[signature(piece)] for piece in pieces]
-    order = records[0].order
-    if options.pipeline_split == "auto":
-        stages = ranks * kind.default_stages_per_rank
-        check_count(len(order), stages)
-        starts = split_by_cost(trainer, module, pieces[0], records[0], stages)
-    else:
-        starts = split_by_name(options.pipeline_split, order, kind, ranks)
-    plan = StagePlan(order, tuple(starts), tuple(stage_ranks(kind, ranks, len(starts))))
+    plan = plan_stages(
+        records[0],
+        kind,
+        ranks,
+        options.pipeline_split,
+        lambda stages: split_by_cost(trainer, module, pieces[0], records[0], stages),
+    )
     needed = plan.parameter_stages(records[0], [name for name, _ in module.named_parameters()])
     return Stages(plan, needed, pieces, records)
 

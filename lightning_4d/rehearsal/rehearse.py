@@ -8,7 +8,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
@@ -24,10 +24,10 @@ from lightning_4d import _torch_private as private
 from lightning_4d.errors import UnsupportedError, explain
 from lightning_4d.layout import ParallelLayout
 from lightning_4d.mesh import Mesh
-from lightning_4d.parallel.pipeline.schedule import action_list, for_microbatches, in_flight
 from lightning_4d.rehearsal.activations import Activations
+from lightning_4d.rehearsal.allocations import Allocations
 from lightning_4d.rehearsal.observe import Communications
-from lightning_4d.rehearsal.placed import Placed, RehearsalOptions, Stages, place
+from lightning_4d.rehearsal.placed import Placed, RehearsalOptions, Stages, flying, place
 from lightning_4d.rehearsal.result import Rehearsal, collectives_of
 from lightning_4d.rehearsal.steps import run_step
 
@@ -86,6 +86,7 @@ class _Run:
     batch: Any
     mode: Any
     seen: Communications
+    made: Allocations = field(default_factory=Allocations)
 
     def report(self, layout: ParallelLayout, rank: int, coordinate: dict[str, int], begin: float) -> Rehearsal:
         """Run the steps, and say what they did."""
@@ -96,9 +97,10 @@ class _Run:
         self._step(microbatches=2)  # the first step agrees on things, and chooses in which dtype to gather
         gradients = sum(_bytes(p.grad) for p in self._parameters() if p.grad is not None)
         states = sum(_state_bytes(optimizer) for optimizer in optimizers)
-        if self.placed.data.gathers_in_low_precision:
-            self._step(microbatches=1)  # gathered weights of another dtype come into being
-        calls, sizes, activations, whole = self._measured(layout)
+        if self.placed.data.gathers_in_low_precision or not self._is_short:
+            self._step(microbatches=1)  # gathered weights of another dtype come into being, and gradients
+        calls, sizes, activations, whole = self._measured()
+        held = sum(_bytes(p) for p in self._parameters())
         return Rehearsal(
             layout=str(layout),
             rank=rank,
@@ -106,26 +108,28 @@ class _Run:
             blocks=self._block_names(),
             microbatches=1 if stages is None else len(stages.pieces),
             parameters=sum(_local(p).numel() for p in self._parameters()),
-            parameter_bytes=sum(_bytes(p) for p in self._parameters()),
+            parameter_bytes=held,
             gradient_bytes=gradients,
             optimizer_bytes=states,
             gathered_bytes=self._gathered(),
             whole_gradient_bytes=whole,
             activation_bytes=activations,
+            peak_bytes=None if self._is_short else held + states + self.made.peak,
             collectives=collectives_of(calls, sizes, layout),
             seconds=time.perf_counter() - begin,
         )
 
-    def _measured(self, layout: ParallelLayout) -> tuple[Counter[Any], Counter[Any], int, int]:
+    def _measured(self) -> tuple[Counter[Any], Counter[Any], int, int]:
         """Collectives, their bytes, activations and whole gradients of a steady step.
 
         Microbatches of one size on ranks with one stage do the same one after the other: two steps of one and of two
         tell what each more adds. Anything else is run as a whole.
         """
-        stages = self.placed.stages
-        if stages is None or not _is_uniform(stages) or len(stages.pieces) < 3:
+        if not self._is_short:
             whole, peak = self._step(None)
             return Counter(self.seen.calls), Counter(self.seen.bytes), peak, whole
+        stages = self.placed.stages
+        assert stages is not None
         _, first = self._step(1)
         calls, sizes = Counter(self.seen.calls), Counter(self.seen.bytes)
         whole, second = self._step(2)
@@ -133,19 +137,29 @@ class _Run:
         for key in self.seen.calls:
             calls[key] += more * (self.seen.calls[key] - calls[key])
             sizes[key] += more * (self.seen.bytes[key] - sizes[key])
-        flying = _in_flight(stages, layout)
-        return calls, sizes, first + (flying - 1) * (second - first), whole
+        others = flying(stages, self.placed.data.mesh) - 1
+        return calls, sizes, first + others * (second - first), whole
+
+    @property
+    def _is_short(self) -> bool:
+        """Whether few microbatches tell of all."""
+        stages = self.placed.stages
+        return stages is not None and _is_uniform(stages) and len(stages.pieces) >= 3
 
     def _step(self, microbatches: int | None) -> tuple[int, int]:
         """Run a step and drop its gradients, unless it is the first; return whole gradients' and activations' bytes."""
-        for parameter in self._parameters():
-            parameter.grad = None
         self.seen.clear()
         saved = Activations(self._held)
         saved.refresh()
-        with self.mode, self.seen.watching(), saved.watching():
-            whole = run_step(self.trainer, self.placed, self.batch, self.seen, microbatches=microbatches)
+        with self.mode, self.seen.watching(), self.made.watching(), saved.watching():
+            whole = run_step(
+                self.trainer, self.placed, self.batch, self.seen, self._zero_gradients, microbatches=microbatches
+            )
         return whole, saved.peak
+
+    def _zero_gradients(self) -> None:
+        for parameter in self._parameters():
+            parameter.grad = None
 
     def _held(self) -> Iterator[Tensor]:
         yield from private.fsdp_gathered_parameters(self.placed.data.units)
@@ -192,13 +206,6 @@ class _Run:
 def _is_uniform(stages: Stages) -> bool:
     assert stages.pipeline is not None
     return len(stages.pipeline.here) == 1 and all(record is stages.records[0] for record in stages.records)
-
-
-def _in_flight(stages: Stages, layout: ParallelLayout) -> int:
-    assert stages.pipeline is not None
-    ranks, count = layout.pipeline_parallel_size, len(stages.pieces)
-    kind = for_microbatches(stages.pipeline.kind, count, ranks)
-    return in_flight(action_list(kind, ranks, stages.plan.stages, count)[stages.pipeline.rank])
 
 
 def _local(tensor: Tensor) -> Tensor:
@@ -296,8 +303,11 @@ def _refuse_process_group() -> None:
 
 @contextmanager
 def _constant_buffers() -> Iterator[None]:
-    """Take buffers as constant: whether training changes them is seen from values."""
-    with mock.patch("lightning_4d.parallel.data.buffers.fingerprint", return_value=(0, 0)):
+    """Take buffers and random states as constant: whether a step changes them is seen from values."""
+    with (
+        mock.patch("lightning_4d.parallel.data.buffers.fingerprint", return_value=(0, 0)),
+        mock.patch("lightning_4d.parallel.recompute.surroundings.RandomState.equals", return_value=True),
+    ):
         yield
 
 

@@ -47,7 +47,9 @@ class Rehearsal:
         gathered_bytes: of parameters that are whole at once: those of all blocks with pipeline stages, else those
             outside the blocks and two blocks', if they are sharded.
         whole_gradient_bytes: of gradients that are whole until the last microbatch's backward is done.
-        activation_bytes: the most that autograd keeps at once.
+        activation_bytes: the most that autograd keeps at once; with activation checkpointing, outside of what it keeps.
+        peak_bytes: the most that exists at once in a step: parameters, optimizer states, and every tensor that the step
+            makes; None where few microbatches tell of many.
         collectives: of a step that is not the first.
         seconds: what the rehearsal took.
     """
@@ -64,6 +66,7 @@ class Rehearsal:
     gathered_bytes: int
     whole_gradient_bytes: int
     activation_bytes: int
+    peak_bytes: int | None
     collectives: list[Collectives]
     seconds: float
 

@@ -19,7 +19,13 @@ __all__ = ["run_step"]
 
 
 def run_step(
-    trainer: Trainer, placed: Placed, batch: Any, seen: Communications, *, microbatches: int | None = None
+    trainer: Trainer,
+    placed: Placed,
+    batch: Any,
+    seen: Communications,
+    zero_gradients: Callable[[], None],
+    *,
+    microbatches: int | None = None,
 ) -> int:
     """Run one step, and leave reduced gradients; return the bytes of gradients that were whole at its end.
 
@@ -28,14 +34,16 @@ def run_step(
         placed: the module.
         batch: of a data-parallel rank, on fake tensors.
         seen: told which code is the user's.
+        zero_gradients: forgets the gradients of the step before: as Lightning does it, between forward and backward.
         microbatches: of pipeline stages, how many to run: all, or the first ones.
     """
     step = seen.as_user_code(placed.module.training_step)
     if placed.stages is not None:
-        return _run_stages(placed, placed.stages, step, microbatches)
+        return _run_stages(placed, placed.stages, step, zero_gradients, microbatches)
     data = placed.data
     with trainer.precision_plugin.train_step_context():
         loss = require_loss(data.run_training_step(placed.in_parts(lambda given: step(given, 0)), batch))
+    zero_gradients()
     data.before_backward(loss)
     with placed.backward():
         loss.backward()
@@ -43,7 +51,13 @@ def run_step(
     return 0
 
 
-def _run_stages(placed: Placed, stages: Stages, step: Callable[..., Any], microbatches: int | None) -> int:
+def _run_stages(
+    placed: Placed,
+    stages: Stages,
+    step: Callable[..., Any],
+    zero_gradients: Callable[[], None],
+    microbatches: int | None,
+) -> int:
     whole: list[int] = []
 
     def train(_: Any) -> Tensor:
@@ -52,6 +66,7 @@ def _run_stages(placed: Placed, stages: Stages, step: Callable[..., Any], microb
         return loss_with_backward(torch.zeros(()), lambda _: _deliver(placed, stages, made))
 
     loss = placed.data.run_training_step(train, None)
+    zero_gradients()
     placed.data.before_backward(loss)
     loss.backward()
     placed.data.after_backward()
@@ -62,6 +77,7 @@ def _run_schedule(placed: Placed, stages: Stages, step: Callable[..., Any], micr
     """Run the schedule; gradients are left where autograd left them, summed over microbatches."""
     assert stages.pipeline is not None
     data, pieces = placed.data, stages.pieces[:microbatches]
+    take_gradients(data.gradient_leaves())  # of the step before: they are let go
     data.begin_schedule()
     with placed.backward():
         stages.pipeline.run(

@@ -35,6 +35,7 @@ def _memory(found: Rehearsal) -> Table:
         ("whole gradients", found.whole_gradient_bytes),
         ("activations", found.activation_bytes),
         ("together", found.total_bytes),
+        ("at once, at most", found.peak_bytes or 0),
     )
     for name, size in rows:
         if size or name in ("gradients", "activations"):

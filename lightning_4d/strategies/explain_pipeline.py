@@ -13,10 +13,10 @@ from lightning_4d.errors import UnsupportedError, explain
 from lightning_4d.parallel.blocks import find_blocks
 from lightning_4d.parallel.pipeline.plan import StagePlan
 from lightning_4d.parallel.pipeline.record import StepRecord
-from lightning_4d.parallel.pipeline.schedule import find_schedule, stage_ranks
+from lightning_4d.parallel.pipeline.schedule import find_schedule
 from lightning_4d.parallel.pipeline.split import check_count, divide
 from lightning_4d.strategies.fake_step import record_step
-from lightning_4d.strategies.pipeline_split import block_costs, split_by_name
+from lightning_4d.strategies.pipeline_split import block_costs, plan_stages
 
 
 @dataclass(frozen=True)
@@ -70,13 +70,7 @@ def explain_stages(
     check_count(len(found), ranks)
     record = record_step(trainer, module, "training_step", batch, found, 0)
     costs, before, after = block_costs(trainer, module, batch, record)
-    if split == "auto":
-        stages = ranks * kind.default_stages_per_rank
-        check_count(len(record.order), stages)
-        starts = divide(costs, stages, before=before, after=after)
-    else:
-        starts = split_by_name(split, record.order, kind, ranks)
-    plan = StagePlan(record.order, tuple(starts), tuple(stage_ranks(kind, ranks, len(starts))))
+    plan = plan_stages(record, kind, ranks, split, lambda stages: divide(costs, stages, before=before, after=after))
     return [_report(module, plan, record, stage, costs, before, after) for stage in range(plan.stages)]
 
 

@@ -4,17 +4,46 @@ from __future__ import annotations
 
 import difflib
 import itertools
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
 
 from lightning.pytorch import LightningModule, Trainer
 
 from lightning_4d.errors import UnsupportedError, explain
+from lightning_4d.parallel.pipeline.plan import StagePlan
 from lightning_4d.parallel.pipeline.record import StepRecord
-from lightning_4d.parallel.pipeline.schedule import ScheduleKind
-from lightning_4d.parallel.pipeline.split import divide
+from lightning_4d.parallel.pipeline.schedule import ScheduleKind, stage_ranks
+from lightning_4d.parallel.pipeline.split import check_count, divide
 from lightning_4d.strategies.fake_step import count_training_step
 from lightning_4d.utilization import CountError
+
+
+def plan_stages(
+    record: StepRecord,
+    kind: ScheduleKind,
+    ranks: int,
+    split: Sequence[str | int] | Literal["auto"],
+    by_cost: Callable[[int], list[int]],
+) -> StagePlan:
+    """Return which stage holds which blocks of a recorded step, and which rank each stage.
+
+    Args:
+        record: of the step.
+        kind: the schedule.
+        ranks: pipeline ranks.
+        split: as ``pipeline_split=``.
+        by_cost: returns the first block of each of so many stages, for "auto".
+
+    Raises:
+        UnsupportedError: fewer blocks than stages, or a split that does not fit.
+    """
+    if split == "auto":
+        stages = ranks * kind.default_stages_per_rank
+        check_count(len(record.order), stages)
+        starts = by_cost(stages)
+    else:
+        starts = split_by_name(split, record.order, kind, ranks)
+    return StagePlan(record.order, tuple(starts), tuple(stage_ranks(kind, ranks, len(starts))))
 
 
 def split_by_cost(trainer: Trainer, module: LightningModule, piece: Any, record: StepRecord, stages: int) -> list[int]:

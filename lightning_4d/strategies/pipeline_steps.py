@@ -10,6 +10,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
@@ -23,6 +24,7 @@ from torch.distributed.tensor import DTensor
 from lightning_4d.absent import Released, is_absent
 from lightning_4d.errors import UnsupportedError, explain
 from lightning_4d.layout import ParallelLayout
+from lightning_4d.mesh import made_once
 from lightning_4d.parallel.blocks import Block
 from lightning_4d.parallel.gradients import Elsewhere, count_stages
 from lightning_4d.parallel.pipeline.announce import Announcement
@@ -47,7 +49,6 @@ from lightning_4d.parallel.pipeline.schedule import (
     find_schedule,
     for_microbatches,
     in_flight,
-    stage_ranks,
 )
 from lightning_4d.parallel.pipeline.split import check_count
 from lightning_4d.parallel.recompute import StageRuns
@@ -56,7 +57,7 @@ from lightning_4d.strategies.example_batch import example_batch
 from lightning_4d.strategies.loss_probe import LossProbe
 from lightning_4d.strategies.pipeline_metrics import StageMetrics
 from lightning_4d.strategies.pipeline_results import EvaluationResults, TrainingResults
-from lightning_4d.strategies.pipeline_split import split_by_cost, split_by_name
+from lightning_4d.strategies.pipeline_split import plan_stages, split_by_cost
 from lightning_4d.strategies.stale_gradients import without_stale
 from lightning_4d.strategies.step_log import replay, set_caches
 from lightning_4d.strategies.step_records import StepRecords
@@ -169,8 +170,8 @@ class PipelineSteps:
         pieces = self._pieces(batch) if name == "training_step" else [batch]
         arguments = _arguments(getattr(module, name))
         record = self._records.get(name, pieces[0], arguments)
-        starts = self._starts(trainer, module, pieces[0], record)
-        plan = StagePlan(record.order, tuple(starts), tuple(stage_ranks(self._kind, ranks, len(starts))))
+        by_cost = partial(split_by_cost, trainer, module, pieces[0], record)
+        plan = plan_stages(record, self._kind, ranks, self._options.split, by_cost)
         names = [name for name, _ in module.named_parameters()]
         decided = self._strategy.broadcast((plan, plan.parameter_stages(record, names)))
         self._plan, self._parameter_stages = decided
@@ -216,14 +217,6 @@ class PipelineSteps:
         if trainer.state.fn == TrainerFn.FITTING:  # only training cuts batches, and this run's are other ones
             self.whole = without_rows(*example_batch(trainer))
         return True
-
-    def _starts(self, trainer: Trainer, module: LightningModule, piece: Any, record: StepRecord) -> list[int]:
-        ranks = self._strategy.layout.pipeline_parallel_size
-        if self._options.split != "auto":
-            return split_by_name(self._options.split, record.order, self._kind, ranks)
-        stages = ranks * self._kind.default_stages_per_rank
-        check_count(len(record.order), stages)
-        return split_by_cost(trainer, module, piece, record, stages)
 
     def released(self, module: LightningModule) -> Released:
         """Return what lets go of the parameters that only other ranks need; nothing where that has been done."""
@@ -283,7 +276,8 @@ class PipelineSteps:
         for ranks, names in by_ranks.items():
             for pipeline in pipelines:
                 members = [pipeline[rank] for rank in ranks]
-                group = cast("dist.ProcessGroup", dist.new_group(members))  # on all ranks: names count
+                key = ("shared parameters", tuple(members))
+                group = made_once(key, partial(_new_group, members))  # on all ranks: names count
                 if self._strategy.global_rank in members:
                     shared.append(_Shared(module, names, group, members[0], is_first=self._rank == ranks[0]))
         return shared
@@ -614,6 +608,10 @@ class _Shared:
             dist.all_reduce(flat, group=self._group)
             for gradient, total in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
                 gradient.copy_(total.view_as(gradient))
+
+
+def _new_group(members: list[int]) -> dist.ProcessGroup:
+    return cast("dist.ProcessGroup", dist.new_group(members))
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -15,6 +15,11 @@ from lightning_4d.parallel.gradients import Elsewhere, clip_gradients_by_norm, c
 _AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 
 
+def autocast_dtype(plugin: Precision) -> torch.dtype | None:
+    """Return the dtype to which a precision plugin's autocast casts weights; None for a plugin without autocast."""
+    return _AUTOCAST.get(plugin.precision) if isinstance(plugin, MixedPrecision) else None
+
+
 def adapt_precision_plugin(
     plugin: Precision, data: DataParallel, elsewhere: Callable[[], Elsewhere | None] = lambda: None
 ) -> None:
@@ -41,8 +46,7 @@ def adapt_precision_plugin(
     if type(plugin).clip_grad_by_value is Precision.clip_grad_by_value:
         plugin.clip_grad_by_value = by_value
     # What autocast casts is found in the first step as one run; a pipeline's stages are many runs.
-    in_autocast = isinstance(plugin, MixedPrecision) and elsewhere() is None
-    data.gather_in(_AUTOCAST.get(plugin.precision) if in_autocast else None)
+    data.gather_in(autocast_dtype(plugin) if elsewhere() is None else None)
     scaler = getattr(plugin, "scaler", None)
     if scaler is not None:
         share_overflow(scaler)

@@ -174,12 +174,11 @@ def tensor_table(length: int, repeats: int) -> list[str]:
     dist.init_process_group("gloo", rank=0, world_size=1, store=store)
     try:
         added = operations_overhead(2000)
-        plain, divided = step_times(length, repeats)
+        plain, share = step_times(length, repeats)
     finally:
         dist.destroy_process_group()
     lines = ["| operation | µs added |", "|---|---|"]
     lines += [f"| {name} | {microseconds:.1f} |" for name, microseconds in added.items()]
-    share = (divided - plain) / plain
     return [
         *lines,
         "",
@@ -219,7 +218,7 @@ def _wall(function: Callable[[Tensor], Any], x: Tensor, count: int) -> float:
 
 
 def step_times(length: int, repeats: int) -> tuple[float, float]:
-    """Seconds of forward and backward on one rank: plain, and with the tensor that holds all of the sequence."""
+    """Seconds of forward and backward on one rank, and the share that the tensor, with all of the sequence, adds."""
     models = []
     for divide in (False, True):
         torch.manual_seed(0)
@@ -230,11 +229,13 @@ def step_times(length: int, repeats: int) -> tuple[float, float]:
             context.install_outside()
         models.append(model)
     tokens = torch.randint(256, (1, length))
-    times: tuple[list[float], list[float]] = ([], [])
-    for repeat in range(repeats + 1):
-        for model, found in zip(models, times, strict=True):
+    pairs: list[list[float]] = []
+    for _ in range(repeats + 1):
+        pair = []
+        for model in models:
             start = time.process_time()
             train_gpt.cross_entropy(model(tokens), tokens).backward()
-            if repeat:  # the first one warms up, and finds the sequence
-                found.append(time.process_time() - start)
-    return min(times[0]), min(times[1])
+            pair.append(time.process_time() - start)
+        pairs.append(pair)
+    pairs = pairs[1:]  # the first one warms up, and finds the sequence
+    return min(plain for plain, _ in pairs), statistics.median(divided / plain for plain, divided in pairs) - 1

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 import pytest
 import yaml
+from torch import nn
 
 from lightning_4d.cli import main
+from lightning_4d.layout import ParallelLayout
 
 ROOT = Path(__file__).parents[2]
 GPT = ["--class-path", "examples.train_gpt.GPT", "--init-args", "{dim: 16, n_layers: 2, n_heads: 2}"]
@@ -45,7 +48,7 @@ def test_plan_explains_what_cannot_work(capsys):
 def test_pictures(tmp_path, capsys):
     pytest.importorskip("matplotlib")
     given = ["--model", "llama3-70b", "--cluster", "dgx-h100", "--devices", "64", "--batch", "256"]
-    assert main(["plan", *given, "--layout", "pp4.dp1x16", "--pictures", str(tmp_path), "--format", "svg"]) == 0
+    assert main(["plan", *given, "--layout", "pp4.dp1x2.tp8", "--pictures", str(tmp_path), "--format", "svg"]) == 0
     assert sorted(path.name for path in tmp_path.iterdir()) == ["memory.svg", "mesh.svg", "schedule.svg", "time.svg"]
 
 
@@ -99,28 +102,108 @@ def check(pool, tmp_path: Path, processes: int, *options: str) -> None:
     assert strategy["class_path"] == "lightning_4d.NDStrategy"
     results = pool.run(processes, train, str(tmp_path / "trainer.yaml"), str(tmp_path))
     steps, layout, names, loss = results[0]
-    sizes = strategy["init_args"]
-    expected = f"dp{sizes['data_parallel_replicate_size']}x{sizes['data_parallel_shard_size']}"
+    sizes = {name: size for name, size in strategy["init_args"].items() if name.endswith("parallel_size")}
+    assert strategy["init_args"].get("sequence_parallel", False) is (sizes.get("tensor_parallel_size", 1) > 1)
+    sizes |= {name: size for name, size in strategy["init_args"].items() if name.startswith("data_parallel")}
     assert steps == 2
-    assert expected in layout
+    assert layout == str(ParallelLayout(**sizes)), "all sizes that the file gives are what the strategy runs"
+    if options and options[0] == "--layout":
+        assert layout == str(ParallelLayout.parse(options[1]))
     assert {"MFUMonitor", "ModelCheckpoint"} <= set(names), "the plan's callbacks are added to the others"
     assert loss > 0
     assert all(each[1] == layout and each[3] == loss for each in results)
 
 
-def test_the_plan_for_4_processes_trains(pool, tmp_path):
-    check(pool, tmp_path, 4)
+@pytest.mark.parametrize("processes", [4, 8])
+def test_the_plan_for_local_processes_trains(pool, tmp_path, processes):
+    check(pool, tmp_path, processes)
 
 
-@pytest.mark.slow
+LAYOUTS = [
+    ("dp1x2.cp2", "--recompute", "full"),
+    ("pp2.dp1x1.tp2", "--schedule", "1f1b", "--micro-batch", "4"),
+    pytest.param(("dp2x2", "--recompute", "full"), marks=pytest.mark.slow),
+    pytest.param(("dp1x2.tp2", "--recompute", "selective"), marks=pytest.mark.slow),
+    pytest.param(("pp2.dp1x2", "--schedule", "1f1b", "--micro-batch", "4"), marks=pytest.mark.slow),
+    pytest.param(("pp2.dp1x1.cp2", "--schedule", "gpipe", "--micro-batch", "4"), marks=pytest.mark.slow),
+    pytest.param(("pp2.dp1x1.cp2.tp2", "--schedule", "1f1b", "--micro-batch", "4"), marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize("given", LAYOUTS, ids=lambda given: given[0])
+def test_plans_of_other_layouts_train(pool, tmp_path, given):
+    check(pool, tmp_path, ParallelLayout.parse(given[0]).world_size, "--layout", *given)
+
+
+USUAL = {"--model": "gpt2", "--cluster": "dgx-h100", "--devices": "8", "--batch": "64"}
+TYPO = "layers: 4\nhidden: 256\nheds: 4\nvocab: 1000\nseq_len: 128\n"
+WORDS = "layers: four\nhidden: 256\nvocab: 1000\nseq_len: 128\n"
+MISTAKES = [
+    ({"--devices": "0"}, "", "devices=0: a plan is for at least one device; use devices=1"),
+    ({"--devices": "-8"}, "", "devices=-8: a plan is for at least one device; use devices=1"),
+    ({"--batch": "-4"}, "", "batch=-4: it is a whole number of at least 1; use batch=1"),
+    ({"--micro-batch": "3"}, "", "microbatches make up the batch; use micro_batch=2"),
+    ({"--layout": "dp4"}, "", "layout pp1.dp1x4.cp1.tp1 on 8 devices: its sizes make 4 processes; use devices=4"),
+    ({"--layout": "dp8", "--batch": "7"}, "", "the data-parallel size divides the batch"),
+    ({"--schedule": "1f2b"}, "", "use '1f1b'"),
+    ({"--recompute": "some"}, "", "recompute 'some': known are none, selective, full; use 'none'"),
+    ({"--precision": "fp8"}, "", "precision='fp8': plans are made for"),
+    ({"--seq-len": "0"}, "", "--seq-len 0: a sample has tokens; use --seq-len 1024"),
+    ({"--link-gbs": "0"}, "", "--link-gbs 0: a measured rate is above 0; leave --link-gbs out"),
+    ({"--model": "FILE"}, TYPO, "'heds': facts of a model are .*; use 'heads'"),
+    ({"--model": "FILE"}, WORDS, "layers: 'four': layers is a number; write a line like 'layers: 8'"),
+    ({"--model": "FILE"}, "layers: 0\nhidden: 1\nvocab: 1\nseq_len: 1\n", "layers: 0: layers is above 0"),
+    ({"--model": "FILE"}, "a: [1,\n", "it must be readable"),
+    ({"--cluster": "FILE"}, "nodes: 2\n", "without device: .*; add a line like 'device: H100-SXM-80GB'"),
+    ({"--cluster": "FILE"}, "device: H100\nnodes: 0\n", "nodes: 0: nodes is above 0"),
+    ({"--cluster": "FILE"}, "device: H100\nnodes: two\n", "nodes: 'two': nodes is a number"),
+    ({"--cluster": "FILE"}, "device: {name: x, peak: 1.0e14}\n", "device without memory_gb, bandwidth_gbs, link_gbs"),
+    ({"--cluster": "FILE"}, "device: {name: x, peke: 1.0e14}\n", "'peke': facts of a device are .*; use 'peak'"),
+]
+
+
+@pytest.mark.parametrize(("given", "text", "message"), MISTAKES, ids=range(len(MISTAKES)))
+def test_a_mistake_is_one_line_with_its_remedy(tmp_path, capsys, given, text, message):
+    path = tmp_path / "mine.yaml"
+    path.write_text(text)
+    options = {name: str(path) if value == "FILE" else value for name, value in (USUAL | given).items()}
+    assert main(["plan", *(word for pair in options.items() for word in pair)]) == 1
+    error = capsys.readouterr().err.strip()
+    assert re.search(message, error), error
+    assert len(error.splitlines()) == 1
+
+
+class NoBlocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 4)
+
+    def training_step(self, batch, batch_idx):
+        return nn.functional.cross_entropy(self.layer(batch[0]), batch[1])
+
+
+class NoLoss(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+
+    def training_step(self, batch, batch_idx):
+        for block in self.blocks:
+            block(batch[0])
+
+
 @pytest.mark.parametrize(
-    ("processes", "options"),
+    ("name", "message"),
     [
-        (8, ()),
-        (4, ("--layout", "dp2x2", "--recompute", "full")),
-        (4, ("--layout", "pp2.dp1x2", "--schedule", "1f1b", "--micro-batch", "4")),
+        ("no.such.Module", "must be importable"),
+        (f"{__name__}.NoSuch", "must be importable"),
+        (f"{__name__}.NoBlocks", "NoBlocks .* repeated"),
+        (f"{__name__}.NoLoss", "NoLoss"),
     ],
-    ids=["8", "hsdp", "pipeline"],
 )
-def test_other_plans_train(pool, tmp_path, processes, options):
-    check(pool, tmp_path, processes, *options)
+def test_a_class_that_cannot_be_planned(capsys, name, message):
+    shape = ["--batch-shape", "float32:8x16,int64:8"]
+    assert main(["plan", "--class-path", name, *shape, "--cluster", "local-cpu", "--devices", "2", "--batch", "8"]) == 1
+    error = capsys.readouterr().err.strip()
+    assert re.search(message, error), error
+    assert len(error.splitlines()) == 1

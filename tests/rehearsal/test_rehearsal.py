@@ -12,6 +12,7 @@ import torch.distributed as dist
 from lightning_4d.cli import main
 from lightning_4d.errors import LayoutError, UnsupportedError
 from lightning_4d.layout import ParallelLayout
+from lightning_4d.parallel.recompute import RecomputePolicy
 from lightning_4d.planner.facts import RECOMPUTE, Plan
 from lightning_4d.planner.memory import memory_bytes
 from lightning_4d.planner.model import ModelFacts
@@ -95,6 +96,18 @@ def test_microbatches_add_up(monkeypatch):
     assert short.microbatches == 8
     assert short.collectives == whole.collectives
     assert short.activation_bytes == whole.activation_bytes
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
+def test_checkpointed_steps_hold_less(precision):
+    layout, build = ParallelLayout.parse("dp1x4"), partial(Llama, LlamaSizes(4, 64, 4, 4, 128, 64), 64, 2)
+    whole, checkpointed = (
+        rehearse(build, layout, 0, RehearsalOptions(precision=precision, recompute=RecomputePolicy(policy)))
+        for policy in ("none", "full")
+    )
+    assert checkpointed.peak_bytes < 0.8 * whole.peak_bytes
+    assert checkpointed.gathered_bytes == whole.gathered_bytes, "checkpointing does not change in which dtype"
+    assert whole.parameter_bytes == whole.parameters * (2 if precision == "bf16-true" else 4)
 
 
 class Reads(Llama):

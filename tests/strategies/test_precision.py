@@ -12,6 +12,7 @@ from torch import nn
 
 from lightning_4d import NDStrategy
 from lightning_4d import _torch_private as private
+from lightning_4d.callbacks import ActivationCheckpointing
 from tests.harness import compare, reference, train
 from tests.modules import EncoderStack, TinyGPT
 from tests.strategies.scenarios import quiet, trainer_with
@@ -211,3 +212,16 @@ def test_chosen_weights_are_gathered_in_bf16_from_the_next_step_on(pool):
     for seen, names in pool.run(2, gathers):
         assert names
         assert seen == [[], names, names]
+
+
+def checkpointing():
+    return [ActivationCheckpointing("full")]
+
+
+def test_checkpointed_weights_are_gathered_in_bf16_with_the_same_numbers(pool):
+    module = partial(TinyGPT, layers=2)
+    plain = pool.run(2, chosen, module)
+    for (recording, names), (expected, usual) in zip(pool.run(2, chosen, module, callbacks=checkpointing), plain):
+        assert names == usual
+        assert any(name.startswith("blocks.0") for name in names)
+        compare(recording, expected, rtol=1e-6)

@@ -40,6 +40,9 @@ _CAST = (
 )
 # Attributes that do not depend on the dtype. Not `dtype` itself: `x.to(self.weight.dtype)` is common.
 _HARMLESS = {"shape", "device", "ndim", "requires_grad", "is_leaf", "is_cuda", "is_meta", "layout", "grad", "grad_fn"}
+_HARMLESS |= {"_version"}  # activation checkpointing compares it
+
+_HARMLESS_METHODS = {"size", "dim", "numel", "stride", "requires_grad_", "is_floating_point", "is_inference"}
 
 
 class LowPrecisionGather:
@@ -166,4 +169,4 @@ def _parameters_in(value: Any) -> Iterator[nn.Parameter]:
 def _is_harmless(func: Callable[..., Any]) -> bool:
     if getattr(func, "__name__", "") in ("__get__", "__set__"):
         return getattr(getattr(func, "__self__", None), "__name__", "") in _HARMLESS
-    return getattr(func, "__name__", "") in ("size", "dim", "numel", "stride", "requires_grad_", "is_floating_point")
+    return getattr(func, "__name__", "") in _HARMLESS_METHODS

@@ -44,10 +44,10 @@ class TensorParallel:
     ) -> None:
         self.root = root
         self.plan = plan
-        self.activity = Activity()
         self._blocks = blocks
         group = TensorGroup(mesh.get_group(), mesh.size(), mesh.get_local_rank())
         self.runtime = Runtime(group, sequence_parallel=sequence_parallel)
+        self.activity = Activity(self.runtime)
         self._distribute = Distributor(root, plan.splits(root), mesh, self.runtime, self.activity)
         self._hook(root, blocks)
         object.__setattr__(root, _RESULT, self)
@@ -104,10 +104,10 @@ class TensorParallel:
                 module.register_forward_hook(Hook(self._leave), always_call=True)
 
     def _enter(self, args: Any) -> None:
-        self.activity.depth += 1
+        self.activity.__enter__()
 
     def _leave(self, args: Any, output: Any) -> Any:
-        self.activity.depth -= 1
+        self.activity.__exit__()
         if self.activity.depth == 0:
             whole = whole_values(output)
             return whole if whole is not output else None

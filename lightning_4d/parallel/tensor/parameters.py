@@ -49,14 +49,17 @@ class Split:
 class Activity:
     """Whether a step runs now, in any thread: backward of checkpointed code runs in threads of autograd."""
 
-    def __init__(self) -> None:
+    def __init__(self, runtime: Runtime) -> None:
         self.depth = 0
+        self._runtime = runtime
 
     def __enter__(self) -> None:
         self.depth += 1
 
     def __exit__(self, *_: object) -> None:
         self.depth -= 1
+        if self.depth == 0:
+            self._runtime.newest_entered = None
 
 
 class Views(dict[str, Any]):

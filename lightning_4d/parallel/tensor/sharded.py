@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import sys
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -48,6 +49,7 @@ class Runtime:
         self.group = group
         self.sequence_parallel = sequence_parallel
         self.on_gather: Callable[[Any, Sharded], None] | None = None  # hears of gathers for want of a rule
+        self.newest_entered: Tensor | None = None  # see `entered`
         self.quiet = False
         self._named: set[tuple[str, str]] = set()
 
@@ -290,10 +292,15 @@ def entered(tensor: Tensor, runtime: Runtime, why: str) -> Tensor:
         return tensor
     known = tensor.__dict__.get(_ENTERED)
     if known is not None and known[0] == tensor._version and known[1] is runtime:
-        return known[2]
+        result = known[2]()
+        if result is not None:
+            return result
     result = collectives.enter(tensor, runtime.group, why)
     if tensor.grad_fn is not None:  # a leaf would keep its graph alive for ever
-        vars(tensor)[_ENTERED] = (tensor._version, runtime, result)
+        # By a weak reference: the result is a view of the tensor and keeps it alive, so that the two would stay for
+        # ever. What autograd does not save (autocast saves a copy) lives until the next one enters, or the step ends.
+        vars(tensor)[_ENTERED] = (tensor._version, runtime, weakref.ref(result))
+        runtime.newest_entered = result
     return result
 
 
