@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_4d._torch_private import tree_flatten, tree_map, tree_unflatten, without_torch_function
 from lightning_4d.errors import UnsupportedError, explain
@@ -57,7 +57,7 @@ def views_of(copies: Iterable[Tensor], result: Any) -> Any:
 
 def as_view(tensor: Tensor) -> Tensor:
     """Show a copy that stands for a view: nothing may change it in place."""
-    return tensor.as_subclass(GatheredView)
+    return tensor.as_subclass(GatheredView) if _has_memory(tensor) else tensor
 
 
 def unmarked(value: Any) -> Any:
@@ -74,11 +74,9 @@ def _is_of(leaf: Any, copies: list[Tensor]) -> bool:
 
 
 def _has_memory(tensor: Tensor) -> bool:
-    """Whether it is an ordinary tensor, not one that shows a whole."""
-    # A view shares its type's way with functions, or has torch's way to have none, as parameters have.
-    theirs = getattr(type(tensor).__torch_function__, "__func__", None)
-    ours = isinstance(tensor, GatheredView) or theirs in (None, getattr(Tensor.__torch_function__, "__func__", None))
-    return ours and tensor.layout is torch.strided and not tensor.is_meta
+    """Whether it is an ordinary tensor: not one that shows a whole, nor one without data."""
+    ordinary = type(tensor) in (Tensor, nn.Parameter, GatheredView)
+    return ordinary and tensor.layout is torch.strided and not tensor.is_meta
 
 
 def _changed(func: Any) -> UnsupportedError:
