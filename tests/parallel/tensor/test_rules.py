@@ -81,7 +81,7 @@ CASES: dict[str, Case] = {
         (2, 3, 4, 2),
         (2,),
     ),
-    "numpy's names of the divided dim": (lambda x, w: x.mean(axis=2) + x.sum(axis=(1, 2)), 2, 1, (2, 3, 4), (1,)),
+    "numpy's names of the divided dim": (lambda x, w: x.mean(axis=2) + x.sum(axis=(1, 2))[:, None], 2, 1, (2, 3, 4), (1,)),
     "positional keepdim": (
         lambda x, w: torch.linalg.vector_norm(x, 2, 1, True) + x.var(1, True, True),
         2,
@@ -103,7 +103,7 @@ CASES: dict[str, Case] = {
         lambda x, w: F.dropout(x.transpose(0, 1), 0.5) + F.dropout(x.mT, 0.5).transpose(1, 2).transpose(0, 1),
         1,
         1,
-        (2, 4, 3),
+        (2, 4, 4),
         (1,),
     ),
     "unusual": (lambda x, w: torch.cumsum(x, 1).flip(1) @ w, 1, 1, (3, 4), (4, 2)),
