@@ -19,6 +19,7 @@ from lightning_4d.errors import UnsupportedError, explain
 
 # Their code reads the gradient of every parameter in turn and does what is right for each.
 _READERS = ("torch", "lightning", "pytorch_lightning", "lightning_4d")
+_GRADIENT: Any = Tensor.grad  # the descriptor
 _REMEDY = (
     "use the Trainer's gradient_clip_val or self.clip_gradients() to clip, and "
     "lightning_4d.parallel.gradients.gradient_norms(module) for norms: they count every stage"
@@ -29,7 +30,7 @@ class AbsentParameter(nn.Parameter):
     """Stands in for a parameter that another pipeline stage holds; has no gradient, and says so to who asks."""
 
     @property
-    def grad(self) -> Tensor | None:  # type: ignore[override]
+    def grad(self) -> Tensor | None:
         """None. What sums over all gradients by itself would count this rank's stages only.
 
         Raises:
@@ -40,15 +41,15 @@ class AbsentParameter(nn.Parameter):
             _refuse_own_norm(caller)
         elif _is_by_hand(caller):
             _warn_by_hand(caller)
-        return Tensor.grad.__get__(self)  # pyright: ignore[reportAttributeAccessIssue]
+        return _GRADIENT.__get__(self)
 
     @grad.setter
     def grad(self, gradient: Tensor | None) -> None:
-        Tensor.grad.__set__(self, gradient)  # pyright: ignore[reportAttributeAccessIssue]
+        _GRADIENT.__set__(self, gradient)
 
     @grad.deleter
-    def grad(self) -> None:
-        Tensor.grad.__delete__(self)  # pyright: ignore[reportAttributeAccessIssue]
+    def grad(self) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        _GRADIENT.__delete__(self)
 
 
 def _outside_comprehensions(frame: FrameType) -> FrameType:
@@ -92,7 +93,7 @@ _WARNED: dict[Any, Any] = {}  # once for each line
 
 def is_absent(parameter: object) -> bool:
     """Whether ``parameter`` is a stand-in for one that another rank holds."""
-    return isinstance(parameter, AbsentParameter)
+    return type(parameter) is AbsentParameter  # not isinstance: parameters answer that in Python, for each in turn
 
 
 def stand_in(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:

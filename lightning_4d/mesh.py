@@ -6,13 +6,83 @@ flattened axes that mechanisms need. Built once per strategy; all ranks must bui
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable, Hashable
 from functools import cached_property
+from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lightning_4d._torch_private import flatten_mesh
 from lightning_4d.layout import AXES, ParallelLayout
+
+_T = TypeVar("_T")
+
+
+class _Made:
+    """The process groups of this process, for as long as there is one default process group."""
+
+    def __init__(self) -> None:
+        self.objects: dict[Hashable, Any] = {}
+        self.forgotten = 0  # how often
+        self._world: weakref.ref[Any] | None = None
+
+    def of_now(self) -> _Made:
+        """Begin anew where the default process group is another one."""
+        world = dist.group.WORLD
+        if self._world is None or self._world() is not world:
+            self.objects, self.forgotten = {}, 0
+            self._world = None if world is None else weakref.ref(world)
+        return self
+
+
+_MADE = _Made()
+
+
+def made_once(key: Hashable, make: Callable[[], _T]) -> _T:
+    """Return what ``make`` made for ``key`` before, by this or an earlier strategy of the process, or let it make it.
+
+    Process groups live as long as the process and cost threads (gloo: three each, which wake a hundred times a second)
+    or device memory (NCCL), so that a process that runs one Trainer after the other must not make new ones for each.
+
+    Args:
+        key: says what is made, with all that it depends on; equal on all ranks.
+        make: creates process groups.
+
+    Which ranks must call: all ranks of the default process group, together.
+    """
+    objects = _MADE.of_now().objects
+    if key not in objects:
+        objects[key] = make()
+    return objects[key]
+
+
+def forget_groups() -> None:
+    """After an exception: messages of the run that failed may still be on their way in its groups."""
+    made = _MADE.of_now()
+    made.objects.clear()
+    made.forgotten += 1
+
+
+def agree_on_groups(device: torch.device) -> None:
+    """Forget groups unless every rank remembers the same: some ranks may have failed where others did not.
+
+    Args:
+        device: of this rank, on which the default process group communicates.
+
+    Which ranks must call: all ranks of the default process group, together.
+    """
+    made = _MADE.of_now()
+    if dist.get_world_size() == 1:
+        return
+    counts = torch.tensor([made.forgotten, -made.forgotten], device=device)
+    dist.all_reduce(counts, op=dist.ReduceOp.MAX)
+    most, least = counts.tolist()
+    if most != -least:
+        made.objects.clear()
+    made.forgotten = most
 
 
 class Mesh:

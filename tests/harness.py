@@ -183,7 +183,7 @@ def _gradients(names: Mapping[int, str], optimizer: Optimizer) -> dict[str, Tens
             f"the optimizer holds {len(strangers)} tensors that are not parameters of the module, of shapes "
             f"{strangers}: it was built from parameters that have since been replaced"
         )
-    return {names[id(p)]: p.grad for p in held if p.grad is not None}
+    return {names[id(p)]: p.grad for p in held if not is_absent(p) and p.grad is not None}
 
 
 def _floats(metrics: Mapping[str, Any]) -> dict[str, float]:

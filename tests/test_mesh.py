@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 import pytest
 import torch
 import torch.distributed as dist
 
 from lightning_4d.layout import AXES, ParallelLayout
-from lightning_4d.mesh import Mesh
+from lightning_4d.mesh import Mesh, agree_on_groups, forget_groups, made_once
 
 
 def describe(layout):
@@ -51,3 +54,26 @@ def test_axes_and_groups_are_those_of_the_layout(pool, text):
         assert layout.group_ranks("cp", rank) in found["context"]
         assert sorted(rank for group in found["context"] for rank in group) == list(range(8))
         assert str(layout) in found["text"]
+
+
+def mesh_again(failing: int | None) -> tuple[bool, int]:
+    """Whether a second mesh of the same layout is the first one, and how many threads it cost."""
+    layout, cpu = ParallelLayout.parse("dp1x2.tp2"), torch.device("cpu")
+    agree_on_groups(cpu)
+    first = made_once("mesh", lambda: Mesh(layout, "cpu"))
+    if failing in (dist.get_rank(), -1):
+        forget_groups()
+    agree_on_groups(cpu)
+    before = len(os.listdir("/proc/self/task")) if Path("/proc/self/task").exists() else 0
+    again = made_once("mesh", lambda: Mesh(layout, "cpu"))
+    votes = torch.ones(())
+    dist.all_reduce(votes, group=again.data_parallel_group)
+    assert votes == 2
+    after = len(os.listdir("/proc/self/task")) if before else 0
+    return again is first, after - before
+
+
+def test_groups_are_made_once_unless_a_rank_has_failed_since(pool):
+    assert pool.run(4, mesh_again, None) == [(True, 0)] * 4
+    for failing in (1, -1):  # one rank, all of them
+        assert all(not same for same, _ in pool.run(4, mesh_again, failing))

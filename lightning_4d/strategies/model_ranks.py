@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from lightning_4d.errors import UnsupportedError, explain
+from lightning_4d.mesh import made_once
 from lightning_4d.parallel.blocks import Block
 from lightning_4d.parallel.context import ContextParallel, divided, make_groups, ulysses_size_of
 from lightning_4d.parallel.tensor import applied
@@ -50,7 +51,8 @@ def install_context(module: nn.Module, blocks: Sequence[Block], strategy: NDStra
             )
         )
     ulysses = ulysses_size_of(options.attention, options.ulysses_size, size, strategy.num_processes)
-    groups = make_groups(strategy.mesh.context_parallel_ranks, ulysses)
+    ranks = strategy.mesh.context_parallel_ranks
+    groups = made_once(("context", ulysses, *map(tuple, ranks)), lambda: make_groups(ranks, ulysses))
     context = ContextParallel(module, blocks, groups, options.sequence_dim)
     context.install_inside()
     return context

@@ -43,7 +43,7 @@ from typing_extensions import override
 from lightning_4d.checkpoint.optimizer_state import parameter_names
 from lightning_4d.errors import UnsupportedError, explain
 from lightning_4d.layout import ParallelLayout
-from lightning_4d.mesh import Mesh
+from lightning_4d.mesh import Mesh, agree_on_groups, forget_groups, made_once
 from lightning_4d.parallel.blocks import find_blocks
 from lightning_4d.parallel.context import divided
 from lightning_4d.parallel.data import DataParallel, DataParallelOptions, MetaInitialization, shard, sharded
@@ -270,8 +270,10 @@ class NDStrategy(ParallelStrategy):
         _init_dist_connection(
             self.cluster_environment, self._process_group_backend, timeout=self._timeout, device_id=device_id
         )
+        agree_on_groups(self.root_device)
         if self._mesh is None:
-            self._mesh = Mesh(self.layout, self.root_device.type)
+            layout, device_type = self.layout, self.root_device.type
+            self._mesh = made_once(("mesh", layout, device_type), lambda: Mesh(layout, device_type))
 
     @contextlib.contextmanager
     @override
@@ -600,6 +602,7 @@ class NDStrategy(ParallelStrategy):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
+        forget_groups()
         self._failure.end(exception)
 
     @override

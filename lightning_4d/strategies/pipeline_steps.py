@@ -10,6 +10,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
@@ -23,6 +24,7 @@ from torch.distributed.tensor import DTensor
 from lightning_4d.absent import Released, is_absent
 from lightning_4d.errors import UnsupportedError, explain
 from lightning_4d.layout import ParallelLayout
+from lightning_4d.mesh import made_once
 from lightning_4d.parallel.blocks import Block
 from lightning_4d.parallel.gradients import Elsewhere, count_stages
 from lightning_4d.parallel.pipeline.announce import Announcement
@@ -57,6 +59,7 @@ from lightning_4d.strategies.loss_probe import LossProbe
 from lightning_4d.strategies.pipeline_metrics import StageMetrics
 from lightning_4d.strategies.pipeline_results import EvaluationResults, TrainingResults
 from lightning_4d.strategies.pipeline_split import split_by_cost, split_by_name
+from lightning_4d.strategies.stale_gradients import without_stale
 from lightning_4d.strategies.step_log import replay, set_caches
 from lightning_4d.strategies.step_records import StepRecords
 
@@ -282,7 +285,8 @@ class PipelineSteps:
         for ranks, names in by_ranks.items():
             for pipeline in pipelines:
                 members = [pipeline[rank] for rank in ranks]
-                group = cast("dist.ProcessGroup", dist.new_group(members))  # on all ranks: names count
+                key = ("shared parameters", tuple(members))
+                group = made_once(key, partial(_new_group, members))  # on all ranks: names count
                 if self._strategy.global_rank in members:
                     shared.append(_Shared(module, names, group, members[0], is_first=self._rank == ranks[0]))
         return shared
@@ -362,7 +366,7 @@ class PipelineSteps:
         data = strategy.data
         # Checkpointing would recompute once for each parameter whose gradient comes later.
         pipeline.whole_backward = installed(module) is not None
-        earlier = take_gradients(data.gradient_leaves())
+        earlier = without_stale(take_gradients(data.gradient_leaves()), module.trainer)
         data.begin_schedule()
         key = self._key("train", arguments)
         step = strategy.model_ranks.in_parts(module.training_step)
@@ -613,6 +617,10 @@ class _Shared:
             dist.all_reduce(flat, group=self._group)
             for gradient, total in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
                 gradient.copy_(total.view_as(gradient))
+
+
+def _new_group(members: list[int]) -> dist.ProcessGroup:
+    return cast("dist.ProcessGroup", dist.new_group(members))
 
 
 def _local(tensor: Tensor) -> Tensor:

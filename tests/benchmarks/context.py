@@ -3,8 +3,9 @@
     python -m tests.benchmarks context [--quick | --long]
 
 Attention is causal, forward and backward, on 2 gloo ranks with one thread each. Its work is processor time of all
-ranks, copies and communication threads included, over that of the same attention on one process. The tensor is timed
-on one rank, where it holds the whole sequence: what differs from plain tensors is its own work alone.
+ranks, copies and communication threads included, over that of the same attention on one process, while another does
+the same beside it. The tensor is timed on one rank, where it holds the whole sequence: what differs from plain tensors
+is its own work alone.
 """
 
 from __future__ import annotations
@@ -92,7 +93,7 @@ def measure(length: int, repeats: int) -> tuple[float, tuple[float, int], tuple[
     results = context.SimpleQueue()
     multiprocessing.spawn(_rank, (port, length, repeats, results), RANKS)
     found = sorted(results.get() for _ in range(RANKS))
-    alone = found[0][1]
+    alone = statistics.mean(each[1] for each in found)
     ring, ulysses = ((sum(each[i][0] for each in found), found[0][i][1]) for i in (2, 3))
     return alone, ring, ulysses
 
@@ -107,8 +108,7 @@ def _rank(rank: int, port: int, length: int, repeats: int, results: Any) -> None
     found: dict[int, list[float]] = {1: [], RANKS: []}
     sent: dict[int, int] = {}
     for _ in range(repeats):  # in turn, so that what else the machine does meets all of them alike
-        if rank == 0:
-            alone.append(_processor_time(lambda: _attend(tensors)))
+        alone.append(_processor_time(lambda: _attend(tensors)))  # on both, so that cores are as busy as below
         dist.barrier()
         for ulysses in found:
             parts, attend = _divided(tensors, ulysses, length)
@@ -117,7 +117,7 @@ def _rank(rank: int, port: int, length: int, repeats: int, results: Any) -> None
             sent[ulysses] = count[0]
             dist.barrier()
     mean = statistics.mean
-    results.put((rank, mean(alone or [0.0]), *((mean(found[u]), sent[u]) for u in (1, RANKS))))
+    results.put((rank, mean(alone), *((mean(found[u]), sent[u]) for u in (1, RANKS))))
     dist.destroy_process_group()
 
 
@@ -174,12 +174,11 @@ def tensor_table(length: int, repeats: int) -> list[str]:
     dist.init_process_group("gloo", rank=0, world_size=1, store=store)
     try:
         added = operations_overhead(2000)
-        plain, divided = step_times(length, repeats)
+        plain, share = step_times(length, repeats)
     finally:
         dist.destroy_process_group()
     lines = ["| operation | µs added |", "|---|---|"]
     lines += [f"| {name} | {microseconds:.1f} |" for name, microseconds in added.items()]
-    share = (divided - plain) / plain
     return [
         *lines,
         "",
@@ -219,7 +218,7 @@ def _wall(function: Callable[[Tensor], Any], x: Tensor, count: int) -> float:
 
 
 def step_times(length: int, repeats: int) -> tuple[float, float]:
-    """Seconds of forward and backward on one rank: plain, and with the tensor that holds all of the sequence."""
+    """Seconds of forward and backward on one rank, and the share that the tensor, with all of the sequence, adds."""
     models = []
     for divide in (False, True):
         torch.manual_seed(0)
@@ -230,11 +229,13 @@ def step_times(length: int, repeats: int) -> tuple[float, float]:
             context.install_outside()
         models.append(model)
     tokens = torch.randint(256, (1, length))
-    times: tuple[list[float], list[float]] = ([], [])
-    for repeat in range(repeats + 1):
-        for model, found in zip(models, times, strict=True):
+    pairs: list[list[float]] = []
+    for _ in range(repeats + 1):
+        pair = []
+        for model in models:
             start = time.process_time()
             train_gpt.cross_entropy(model(tokens), tokens).backward()
-            if repeat:  # the first one warms up, and finds the sequence
-                found.append(time.process_time() - start)
-    return min(times[0]), min(times[1])
+            pair.append(time.process_time() - start)
+        pairs.append(pair)
+    pairs = pairs[1:]  # the first one warms up, and finds the sequence
+    return min(plain for plain, _ in pairs), statistics.median(divided / plain for plain, divided in pairs) - 1

@@ -1,11 +1,12 @@
 """Bytes and time of each policy of activation checkpointing against the number of blocks, as a table and a picture.
 
-    python -m tests.benchmarks recompute [--quick]
+    python -m tests.benchmarks recompute [--quick | --keep FILE]
 
+It takes half an hour: with --keep, what FILE (JSON) holds is not measured again, and each new number is added to it.
 Bytes are the peak of what autograd holds in one forward and backward, what the recompute re-creates included, counted
-from outside (`tests.saved_bytes`). Time is processor time of one thread, beside a step without checkpointing; memory
-that is freed stays with the process, as on a GPU. Process memory is the peak of a process of
-its own, without what it had before the step: parameters, gradients, libraries.
+from outside (`tests.saved_bytes`). Time is processor time of one thread, beside that of the step without checkpointing
+just before it; memory that is freed stays with the process, as on a GPU. Process memory is the peak of a process of its
+own, without what it had before the step: parameters, gradients, libraries.
 """
 
 from __future__ import annotations
@@ -14,13 +15,15 @@ import gc
 import json
 import math
 import os
+import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
+from rich.progress import Progress
 
 from lightning_4d.parallel.recompute import RecomputePolicy, install, installed
 from lightning_4d.parallel.recompute.plan import extra_forwards
@@ -30,9 +33,9 @@ from tests.saved_bytes import TinyStack, peak_of_step
 ROOT = Path(__file__).parents[2]
 PAGE, PICTURE = ROOT / "docs" / "recompute.md", ROOT / "docs" / "images" / "recompute.png"
 COUNTS = (4, 16, 36, 64, 100, 144)
-TIMED = (4, 16, 64, 144)
+TIMED = {4: 25, 16: 15, 64: 7, 144: 5}  # number of blocks: how often
 TABLED = (16, 64, 144)
-DIM, WIDTH, ROWS = 192, 12, 256  # floats of a block's input: ROWS x DIM
+DIM, WIDTH, ROWS = 384, 12, 256  # floats of a block's input: ROWS x DIM
 POLICIES = {
     "none": RecomputePolicy("none"),
     "every_k=2": RecomputePolicy("every_k", every_k=2),
@@ -56,16 +59,46 @@ def main(options: Sequence[str] = ()) -> None:
     quick = "--quick" in options
     torch.set_num_threads(1)
     counts = COUNTS[:2] if quick else COUNTS
-    bytes_ = {name: {count: peak(name, count) for count in counts} for name in POLICIES}
-    timed = counts if quick else TIMED
-    times = measure_times(timed, repeats=2 if quick else 12)
     tabled = counts[-1:] if quick else TABLED
-    memory = {(name, n): process_memory_of_child(name, n) for name in IN_TABLE for n in tabled}
-    lines = table(tabled, bytes_, times, memory)
+    found = Measurements(Path(options[options.index("--keep") + 1]) if "--keep" in options else None)
+    with Progress(transient=True) as progress:
+        for count in progress.track(counts, description="bytes"):
+            found.get(f"bytes {count}", lambda count=count: {name: peak(name, count) for name in POLICIES})
+        for count, repeats in progress.track(
+            (dict.fromkeys(counts, 2) if quick else TIMED).items(), description="time"
+        ):
+            found.get(f"time {count}", lambda count=count, repeats=repeats: times_of_child(count, repeats))
+        for count in progress.track(tabled, description="process memory"):
+            found.get(
+                f"memory {count}",
+                lambda count=count: {name: process_memory_of_child(name, count) for name in IN_TABLE},
+            )
+    lines = table(tabled, found)
     print("\n".join(lines))
     if not quick:
         write_page(lines)
-        draw(bytes_, times)
+        draw(found)
+
+
+class Measurements:
+    """Numbers by policy, under names such as "time 16" (with 16 blocks).
+
+    Args:
+        file: holds those that are known already.
+    """
+
+    def __init__(self, file: Path | None) -> None:
+        self._file = file
+        self._known: dict[str, dict[str, float]] = json.loads(file.read_text()) if file and file.exists() else {}
+
+    def get(self, name: str, measure: Callable[[], dict[str, float]]) -> None:
+        if name not in self._known:
+            self._known[name] = measure()
+            if self._file is not None:
+                self._file.write_text(json.dumps(self._known, indent=1))
+
+    def __call__(self, kind: str, count: int, policy: str) -> float:
+        return self._known[f"{kind} {count}"][policy]
 
 
 def module_with(name: str, count: int, rows: int = ROWS) -> tuple[TinyStack, torch.Tensor]:
@@ -79,39 +112,38 @@ def module_with(name: str, count: int, rows: int = ROWS) -> tuple[TinyStack, tor
 
 def peak(name: str, count: int) -> int:
     """Peak bytes of a step, after the one that measures."""
+    gc.collect()  # of the module before
     module, x = module_with(name, count, rows=8)
     return peak_of_step(module, x) * ROWS // 8
 
 
-def measure_times(counts: Sequence[int], repeats: int) -> dict[str, dict[int, float]]:
-    """Time of a step beside one without checkpointing, by policy and number of blocks; in a process of its own."""
+def times_of_child(count: int, repeats: int) -> dict[str, float]:
+    """Time of a step beside one without checkpointing, by policy; in a process of its own."""
     # Freed memory stays with the process, as on a GPU: else one measures how the system clears new pages.
     keep = {"MALLOC_MMAP_THRESHOLD_": str(2**31), "MALLOC_TRIM_THRESHOLD_": str(2**33), "MALLOC_TOP_PAD_": str(2**28)}
-    found = {name: {} for name in POLICIES}
-    for count in counts:
-        for name, ratio in json.loads(_child(keep, "--times", str(count), str(repeats))).items():
-            found[name][count] = ratio
-    return found
+    return json.loads(_child(keep, "--times", str(count), str(repeats)))
 
 
 def time_ratios(count: int, repeats: int) -> dict[str, float]:
-    """The shortest step of several in turns, over the shortest without checkpointing: other work only adds time."""
+    """The median of a step over the one without checkpointing just before it: what else the machine does meets both."""
     torch.set_num_threads(1)
     module, x = module_with("none", count)
-    least = dict.fromkeys(POLICIES, math.inf)
+    ratios: dict[str, list[float]] = {name: [] for name in POLICIES if name != "none"}
     for _ in range(repeats):
-        for name, policy in POLICIES.items():
-            install(module, policy)
-            if policy.needs_sizes:
+        for name, found in ratios.items():
+            install(module, POLICIES["none"])
+            plain = take_step(module, x)
+            install(module, POLICIES[name])
+            if POLICIES[name].needs_sizes:
                 take_step(module, x)  # it measures the blocks
-            least[name] = min(least[name], take_step(module, x))
-    return {name: seconds / least["none"] for name, seconds in least.items()}
+            found.append(take_step(module, x) / plain)
+    return {"none": 1.0} | {name: statistics.median(found) for name, found in ratios.items()}
 
 
 def _child(environment: Mapping[str, str], *options: str) -> str:
     command = [sys.executable, "-m", "tests.benchmarks.recompute", *options]
     environment = {**os.environ, **environment}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True, timeout=900)
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True, timeout=1800)
     return done.stdout
 
 
@@ -150,12 +182,7 @@ def _resident(field: str) -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field + ":"))
 
 
-def table(
-    tabled: Sequence[int],
-    bytes_: dict[str, dict[int, int]],
-    times: dict[str, dict[int, float]],
-    memory: dict[tuple[str, int], int],
-) -> list[str]:
+def table(tabled: Sequence[int], found: Measurements) -> list[str]:
     """The rows of the page's table, in units of one block input."""
     unit = ROWS * DIM * 4
     head = ["policy", "extra forwards", *(f"N = {n}: bytes / process / time" for n in tabled)]
@@ -164,7 +191,8 @@ def table(
     for name in IN_TABLE:
         cells = [f"`{name}`", extra(name, tabled[-1])]
         for n in tabled:
-            cells.append(f"{bytes_[name][n] / unit:.0f} / {memory[name, n] / unit:.0f} / {times[name][n]:.2f}×")
+            held, resident = found("bytes", n, name) / unit, found("memory", n, name) / unit
+            cells.append(f"{held:.0f} / {resident:.0f} / {found('time', n, name):.2f}×")
         lines.append("| " + " | ".join(cells) + " |")
     return lines
 
@@ -186,7 +214,7 @@ def write_page(lines: Sequence[str]) -> None:
     PAGE.write_text(f"{head}{start}\n" + "\n".join(lines) + f"\n{end}{rest.split(end, 1)[1]}")
 
 
-def draw(bytes_: dict[str, dict[int, int]], times: dict[str, dict[int, float]]) -> None:
+def draw(found: Measurements) -> None:
     """Bytes and time against the number of blocks."""
     try:
         import matplotlib as mpl
@@ -200,8 +228,8 @@ def draw(bytes_: dict[str, dict[int, int]], times: dict[str, dict[int, float]]) 
     unit = ROWS * DIM * 4
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.4), layout="constrained")
     for name in POLICIES:
-        left.loglog(COUNTS, [bytes_[name][n] / unit for n in COUNTS], STYLES[name], label=name, markersize=5)
-        right.semilogx(TIMED, [times[name][n] for n in TIMED], STYLES[name], markersize=5)
+        left.loglog(COUNTS, [found("bytes", n, name) / unit for n in COUNTS], STYLES[name], label=name, markersize=5)
+        right.semilogx([*TIMED], [found("time", n, name) for n in TIMED], STYLES[name], markersize=5)
     guide = [2 * math.sqrt(n) + WIDTH for n in COUNTS]
     left.loglog(COUNTS, guide, "k:", linewidth=1, label="2√N·a + b − 2a")
     left.set(xlabel="blocks N", ylabel="peak of saved bytes / block input a", title=f"Memory (b = {WIDTH + 2} a)")
@@ -213,8 +241,8 @@ def draw(bytes_: dict[str, dict[int, int]], times: dict[str, dict[int, float]]) 
     left.legend(fontsize=8)
     right.axhline(4 / 3, color="C0", linewidth=0.8, linestyle=":")
     right.axhline(5 / 3, color="C2", linewidth=0.8, linestyle=":")
-    right.annotate("one extra forward: 4/3", (TIMED[0], 4 / 3), (0, 3), textcoords="offset points", fontsize=8)
-    right.annotate("two extra forwards: 5/3", (TIMED[0], 5 / 3), (0, 3), textcoords="offset points", fontsize=8)
+    right.annotate("one extra forward: 4/3", (COUNTS[0], 4 / 3), (0, 3), textcoords="offset points", fontsize=8)
+    right.annotate("two extra forwards: 5/3", (COUNTS[0], 5 / 3), (0, 3), textcoords="offset points", fontsize=8)
     PICTURE.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(PICTURE, dpi=110)
     plt.close(figure)

@@ -1,4 +1,7 @@
-"""Faults put in on purpose, on all axes at once: each turns the comparison of the grid with one process red."""
+"""Faults put in on purpose, on several axes at once: each turns the comparison of the grid with one process red.
+
+By default on pairs of axes, on four ranks; with ``--slow`` on three axes at once, on eight.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from functools import partial
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -21,11 +25,10 @@ from lightning_4d.strategies.crossings import Crossings
 from lightning_4d.strategies.pipeline_steps import PipelineSteps, _Shared
 from tests.comparison import Recording, compare
 from tests.grid import GridGPT
-from tests.harness import full_tensors, staged_tensors, train
+from tests.harness import staged_tensors, train
 
 MODEL = partial(GridGPT, ragged=True, tied=True, layers=2)
-STAGES = partial(NDStrategy, pipeline_parallel_size=2, context_parallel_size=2, tensor_parallel_size=2)
-DATA = partial(NDStrategy, data_parallel_shard_size=2, context_parallel_size=2, tensor_parallel_size=2)
+CONTEXT, TENSOR, STAGES = {"context_parallel_size": 2}, {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}
 Fault = Callable[[], AbstractContextManager[Any]]
 
 
@@ -100,17 +103,16 @@ IN_PARTS: dict[str, Fault] = {
     "a whole sequence gives each rank its whole gradient": _backward_of(
         communication._Cut, lambda ctx, *grads: (communication.join_parts(grads[0], ctx.sharding), None)
     ),
-    "a stage receives other positions": _other_positions,
     "cross-entropy of classes in parts takes each part for all": lambda: mock.patch.object(
         TensorGroup, "all_reduce", lambda self, tensor, why, **_: tensor
     ),
 }
-# With one microbatch: where ranks of a group hold different values, the probe would not end on all of them.
 IN_MICROBATCHES: dict[str, Fault] = {
     "the last stage gets another microbatch": _other_microbatch,
     "microbatches with few targets weigh as much": lambda: mock.patch.object(
         Seeds, "root", lambda self, index, part, loss: loss / len(self.sizes)
     ),
+    "a stage receives other positions": _other_positions,
     "the gradient of tied weights is not summed": lambda: mock.patch.object(_Shared, "sum_gradients", _nothing),
     "a tied parameter counts twice in the norm": lambda: mock.patch.object(
         PipelineSteps, "counted_elsewhere", return_value=set()
@@ -126,8 +128,7 @@ def run(strategy: Any, fault: Fault | None = None, model: Any = MODEL) -> Record
     """Train for two steps; None where the fault is refused by name."""
     try:
         with fault() if fault is not None else mock.MagicMock():
-            gather = full_tensors if strategy is DATA else _gathered
-            return train(model, strategy, steps=2, gather=gather, gradient_clip_val=0.05)
+            return train(model, strategy, steps=2, gather=_gathered, gradient_clip_val=0.05)
     except UnsupportedError:
         return None
 
@@ -139,19 +140,25 @@ def _gathered(tensors: Any) -> Any:
         return {"copies differ": torch.zeros(1)}
 
 
-def in_parts() -> list[Recording | None]:
+def in_parts(sizes: dict[str, Any]) -> list[Recording | None]:
     """The right numbers, labels that are shifted, and each fault."""
-    whole = partial(STAGES, num_microbatches=1, pipeline_schedule="gpipe")
-    shifted = run(whole, model=partial(ShiftedLabels, ragged=True, tied=True, layers=2))
-    return [run(whole), shifted, *(run(whole, fault) for fault in IN_PARTS.values())]
+    # With one microbatch: where ranks of a group hold different values, the probe would not end on all of them.
+    strategy = partial(NDStrategy, **sizes, num_microbatches=1, pipeline_schedule="gpipe")
+    shifted = run(strategy, model=partial(ShiftedLabels, ragged=True, tied=True, layers=2))
+    return [run(strategy), shifted, *(run(strategy, fault) for fault in IN_PARTS.values())]
 
 
-def in_microbatches() -> list[Recording | None]:
-    return [run(STAGES), *(run(STAGES, fault) for fault in IN_MICROBATCHES.values())]
+def each_of(faults: dict[str, Fault], sizes: dict[str, Any]) -> list[Recording | None]:
+    strategy = partial(NDStrategy, **sizes)
+    return [run(strategy), *(run(strategy, fault) for fault in faults.values())]
 
 
-def in_data() -> list[Recording | None]:
-    return [run(DATA), *(run(DATA, fault) for fault in IN_DATA.values())]
+def in_microbatches(sizes: dict[str, Any]) -> list[Recording | None]:
+    return each_of(IN_MICROBATCHES, sizes)
+
+
+def in_data(sizes: dict[str, Any]) -> list[Recording | None]:
+    return each_of(IN_DATA, sizes)
 
 
 def check(found: list[Recording | None], names: list[str], expected: Recording) -> None:
@@ -172,12 +179,33 @@ def _is_red(actual: Recording | None, expected: Recording) -> bool:
     return False
 
 
-def test_faults_on_pipeline_context_and_tensor_axes_are_seen(pool):
-    (expected,) = pool.run(1, train, MODEL, "auto", steps=2, gradient_clip_val=0.05)
-    check(pool.run(8, in_parts, timeout=300)[0], ["labels are shifted by one", *IN_PARTS], expected)
-    check(pool.run(8, in_microbatches, timeout=300)[0], list(IN_MICROBATCHES), expected)
+@pytest.fixture(scope="module")
+def expected(pool):
+    return pool.run(1, train, MODEL, "auto", steps=2, gradient_clip_val=0.05)[0]
 
 
-def test_faults_on_data_context_and_tensor_axes_are_seen(pool):
+def layouts(*axes: dict[str, Any], third: dict[str, Any]) -> list[Any]:
+    two = axes[0] | axes[1]
+    return [two, pytest.param(two | third, marks=pytest.mark.slow)]
+
+
+def ranks(sizes: dict[str, Any]) -> int:
+    return 2 ** len(sizes)
+
+
+@pytest.mark.parametrize("sizes", layouts(CONTEXT, TENSOR, third=STAGES), ids=["2", "3"])
+def test_faults_on_context_and_tensor_axes_are_seen(pool, expected, sizes):
+    found = pool.run(ranks(sizes), in_parts, sizes, timeout=400)[0]
+    check(found, ["labels are shifted by one", *IN_PARTS], expected)
+
+
+@pytest.mark.parametrize("sizes", layouts(STAGES, TENSOR, third=CONTEXT), ids=["2", "3"])
+def test_faults_on_the_pipeline_axis_are_seen(pool, expected, sizes):
+    found = pool.run(ranks(sizes), in_microbatches, sizes, timeout=400)[0]
+    check(found, list(IN_MICROBATCHES), expected)
+
+
+@pytest.mark.parametrize("sizes", layouts({"data_parallel_shard_size": 2}, CONTEXT, third=TENSOR), ids=["2", "3"])
+def test_faults_on_the_data_axis_are_seen(pool, sizes):
     expected = pool.run(2, train, MODEL, "ddp", steps=2, gradient_clip_val=0.05)[0]
-    check(pool.run(8, in_data, timeout=300)[0], list(IN_DATA), expected)
+    check(pool.run(ranks(sizes), in_data, sizes, timeout=400)[0], list(IN_DATA), expected)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +18,7 @@ from lightning_4d.absent import is_absent
 from tests.harness import compare, staged_tensors, train
 from tests.modules import Block, TinyGPT
 from tests.staged_modules import Staged
+from tests.strategies.scenarios import quiet, trainer_with
 
 
 class Held(Callback):
@@ -52,6 +54,44 @@ def _elements(tensors: list[Any]) -> int:
 class WithAdam(TinyGPT):
     def configure_optimizers(self) -> Any:
         return AdamW(self.parameters(), lr=0.01)
+
+
+OLD: list[Any] = []  # weak references to the gradients of the step before
+ALIVE: dict[int, float] = {}  # by training step: which share of them exists while it makes new ones
+
+
+class LooksBack(WithAdam):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        ALIVE[batch_idx] = sum(reference() is not None for reference in OLD) / max(len(OLD), 1)
+        return super().training_step(batch, batch_idx)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        OLD[:] = [weakref.ref(p.grad) for p in self.parameters() if p.grad is not None]
+
+
+class ReadsThem(LooksBack):
+    def on_before_zero_grad(self, optimizer: Any) -> None: ...
+
+
+def alive(module: Any, **settings: Any) -> dict[int, float]:
+    OLD.clear()
+    ALIVE.clear()
+    strategy = NDStrategy(pipeline_parallel_size=2, num_microbatches=2)
+    trainer = trainer_with(lambda: strategy)(limit_train_batches=4, max_epochs=1, limit_val_batches=0, **settings)
+    trainer.fit(module(layers=2, batch_size=4))
+    return dict(ALIVE)
+
+
+def alive_by_case() -> list[dict[int, float]]:
+    quiet()
+    return [alive(LooksBack), alive(ReadsThem), alive(LooksBack, accumulate_grad_batches=2)]
+
+
+def test_gradients_of_the_step_before_are_let_go_unless_someone_needs_them(pool):
+    for cleared, read, accumulated in pool.run(2, alive_by_case):
+        assert cleared == {0: 0, 1: 0, 2: 0, 3: 0}
+        assert read == {0: 0, 1: 1, 2: 1, 3: 1}
+        assert accumulated == {0: 0, 1: 1, 2: 0, 3: 1}
 
 
 def held(schedule: str, microbatches: int) -> SimpleNamespace:

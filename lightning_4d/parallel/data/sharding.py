@@ -164,16 +164,18 @@ def _prepare(modules: Iterable[nn.Module], mesh: Mesh, device: torch.device) -> 
 
 def _present_parameters(root: nn.Module) -> list[Tensor]:
     """Return the parameters that this rank holds. For every step: ``root.parameters()`` takes milliseconds."""
-    found: dict[Tensor, None] = {}
+    found: dict[int, Tensor] = {}  # by id: to hash a tensor calls Python
     seen: set[nn.Module] = set()
     waiting = [root]
     while waiting:
         module = waiting.pop()
         if module not in seen:
             seen.add(module)
-            found.update(dict.fromkeys(p for p in module._parameters.values() if p is not None and not is_absent(p)))
+            for parameter in module._parameters.values():
+                if parameter is not None and not is_absent(parameter):
+                    found[id(parameter)] = parameter
             waiting += [child for child in module._modules.values() if child is not None]
-    return list(found)
+    return list(found.values())
 
 
 def _compile_forward(module: nn.Module) -> None:

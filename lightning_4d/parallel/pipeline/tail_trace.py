@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import operator
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -270,7 +270,10 @@ class TailTrace(TorchFunctionMode):
     ) -> Any:
         """Run `func` and note what it made."""
         kwargs = kwargs or {}
-        tags = [tag for tag in map(self._argument_tag, _flat(args, kwargs)) if tag is not None]
+        tags: list[Tag] = []
+        self._collect(args, tags)
+        if kwargs:
+            self._collect(kwargs.values(), tags)
         if not tags:
             return self._untagged_operation(func, args, kwargs)
         if not any(isinstance(tag, _Mark) for tag in tags):
@@ -284,6 +287,20 @@ class TailTrace(TorchFunctionMode):
             if name in _UNFILLED or (name in RANDOM and result.ndim):
                 self._tag(result, ROWS)
         return result
+
+    def _collect(self, values: Iterable[Any], tags: list[Tag]) -> None:
+        """Append what is known of the tensors and traced numbers in `values`, also in lists and tuples in them."""
+        for value in values:
+            if isinstance(value, Tensor):
+                found = self._tags.get(id(value))
+                if found is not None and found[0]() is value:
+                    tags.append(found[1])
+            elif isinstance(value, (float, TracedInt)):
+                node = self.node(value)
+                if node is not None:
+                    tags.append(node)
+            elif isinstance(value, (tuple, list)):
+                self._collect(value, tags)
 
     def _argument_tag(self, value: Any) -> Tag | None:
         return self.tag(value) if isinstance(value, Tensor) else self.node(value)
