@@ -81,7 +81,13 @@ CASES: dict[str, Case] = {
         (2, 3, 4, 2),
         (2,),
     ),
-    "numpy's names of the divided dim": (lambda x, w: x.mean(axis=2) + x.sum(axis=(1, 2))[:, None], 2, 1, (2, 3, 4), (1,)),
+    "numpy's names of the divided dim": (
+        lambda x, w: x.mean(axis=2) + x.sum(axis=(1, 2))[:, None],
+        2,
+        1,
+        (2, 3, 4),
+        (1,),
+    ),
     "positional keepdim": (
         lambda x, w: torch.linalg.vector_norm(x, 2, 1, True) + x.var(1, True, True),
         2,
