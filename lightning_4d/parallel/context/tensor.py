@@ -207,11 +207,14 @@ def run_gathered(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mappin
     name = getattr(func, "__name__", str(func))
     _refuse(name)
     report_gather(name)
+    is_changing = name == "__setitem__" or name.startswith("__i") or (name.endswith("_") and not name.endswith("__"))
     leaves, structure = tree_flatten((args, dict(kwargs)))
     copies: dict[int, tuple[SequenceTensor, Tensor, int]] = {}
     for leaf in leaves:
         if isinstance(leaf, SequenceTensor) and id(leaf) not in copies:
             full = gather_plain(leaf.part, leaf.sharding)
+            if is_changing and full.requires_grad:
+                full = full.clone()  # it may be a view that an autograd function returned, which autograd protects
             copies[id(leaf)] = (leaf, full, full._version)
     leaves = [copies[id(leaf)][1] if id(leaf) in copies else leaf for leaf in leaves]
     given, named = tree_unflatten(leaves, structure)

@@ -89,6 +89,13 @@ def set_items(x: Tensor, w: Tensor) -> Tensor:
     return x
 
 
+def set_with_positions_first(x: Tensor, w: Tensor) -> Tensor:
+    x = x.transpose(0, 1) * 1
+    x[1:3] = w[0]
+    x.cumsum_(0)
+    return x.transpose(0, 1)
+
+
 def fill_masked(x: Tensor, w: Tensor) -> Tensor:
     x = x * 1
     mask = torch.arange(x.shape[1]) % 3 == 1
@@ -236,6 +243,7 @@ FUNCTIONS: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "picked": lambda x, w: x[torch.arange(B), torch.tensor([1, 4, 2])] + x[labels(x) != -100].sum(),
     "batch norm": lambda x, w: F.batch_norm(x.transpose(1, 2), None, None, training=True),
     "set items": set_items,
+    "set items with positions first": set_with_positions_first,
     "out=": write_out,
     "into a plain tensor": into_plain,
     "autograd function": lambda x, w: Double.apply(x) + early_bound(x * 2),
