@@ -7,9 +7,10 @@ kind is inside the other: the part of a sequence that a rank holds may itself be
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 _PARAMETER = "_lightning_4d_parameter"
@@ -55,6 +56,15 @@ def inside(function: Callable[[Tensor], Tensor], tensor: Tensor, *dims: int) -> 
 def plain(tensor: Tensor) -> Tensor:
     """Return a tensor that is not divided. Which ranks must call: all that share it."""
     return tensor.gathered() if isinstance(tensor, Divided) else tensor
+
+
+def empty_as_whole(shape: Sequence[int], part: Tensor) -> Tensor:
+    """Return memory for the tensor of which ``part`` is a part, its dims in the order of the part's.
+
+    That is how one process has it, and so in which order it draws noise.
+    """
+    order = sorted(range(part.dim()), key=lambda dim: (-part.stride(dim), dim))
+    return torch.empty_permuted(tuple(shape), order, dtype=part.dtype, device=part.device)
 
 
 def mark_parameter(tensor: Tensor) -> Tensor:

@@ -20,6 +20,7 @@ from lightning_4d.parallel.context.groups import ContextGroups
 from lightning_4d.parallel.context.layout import SequenceLayout
 from lightning_4d.parallel.context.ring import take_runs
 from lightning_4d.parallel.parts import Divided, inside, is_parameter, plain
+from lightning_4d.parallel.views import as_view
 
 # Renamed in torch 2.13, where the old name warns.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -106,11 +107,14 @@ def use_whole(whole: Tensor, groups: ContextGroups) -> Tensor:
 
 
 def select(part: Tensor, sharding: Sharding, position: int) -> Tensor:
-    """One position, without its dim, whole on all ranks. Which ranks must call: all of the group."""
+    """One position, without its dim, whole on all ranks: a copy, so nothing may change it in place.
+
+    Which ranks must call: all of the group.
+    """
     if isinstance(part, Divided) and part.split_dim != sharding.dim:
-        local = _Select.apply(part.local, sharding, position)
-        return part.like(local, part.split_dim - (part.split_dim > sharding.dim))  # pyright: ignore[reportArgumentType]
-    return _Select.apply(plain(part), sharding, position)  # pyright: ignore[reportReturnType]
+        local: Tensor = _Select.apply(part.local, sharding, position)  # pyright: ignore[reportAssignmentType]
+        return part.like(as_view(local), part.split_dim - (part.split_dim > sharding.dim))
+    return as_view(_Select.apply(plain(part), sharding, position))  # pyright: ignore[reportArgumentType]
 
 
 class _Gather(torch.autograd.Function):

@@ -21,6 +21,7 @@ from lightning_4d.errors import UnsupportedError, explain
 from lightning_4d.parallel.context.communication import Sharding, gather, gather_plain, take_part
 from lightning_4d.parallel.context.report import report_gather, user_line
 from lightning_4d.parallel.parts import Divided
+from lightning_4d.parallel.views import GatheredView, spelled, unmarked, views_of
 
 Rule = Callable[[Callable[..., Any], tuple[Any, ...], Mapping[str, Any]], Any]
 
@@ -64,7 +65,8 @@ class SequenceTensor(torch.Tensor):
         kwargs = kwargs or {}
         handler = RULES.get(func)
         if handler is not None:
-            result = handler(func, args, kwargs)
+            given, named = spelled(args, kwargs)
+            result = handler(func, given, named)
             if result is not NotImplemented:
                 return result
         return run_gathered(func, args, kwargs)
@@ -165,7 +167,11 @@ def whole(value: Any) -> Any:
 
     Which ranks must call: all that share the sequences.
     """
-    return tree_map(lambda leaf: gather(leaf.part, leaf.sharding) if isinstance(leaf, SequenceTensor) else leaf, value)
+
+    def of(leaf: Any) -> Any:
+        return gather(leaf.part, leaf.sharding) if isinstance(leaf, SequenceTensor) else unmarked(leaf)
+
+    return tree_map(of, value)
 
 
 # --------------------------------------------------------------------------------------------------- without a rule
@@ -175,7 +181,7 @@ _REFUSED = {
     name: remedy
     for names, remedy in (
         (
-            ("backward", "register_hook", "register_post_accumulate_grad_hook", "retain_grad", "retains_grad"),
+            ("backward", "grad", "register_hook", "register_post_accumulate_grad_hook", "retain_grad", "retains_grad"),
             "use the loss, or gather first by lightning_4d.parallel.context.whole(x)",
         ),
         (
@@ -201,11 +207,14 @@ def run_gathered(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mappin
     name = getattr(func, "__name__", str(func))
     _refuse(name)
     report_gather(name)
+    is_changing = name == "__setitem__" or name.startswith("__i") or (name.endswith("_") and not name.endswith("__"))
     leaves, structure = tree_flatten((args, dict(kwargs)))
     copies: dict[int, tuple[SequenceTensor, Tensor, int]] = {}
     for leaf in leaves:
         if isinstance(leaf, SequenceTensor) and id(leaf) not in copies:
             full = gather_plain(leaf.part, leaf.sharding)
+            if is_changing and full.requires_grad:
+                full = full.clone()  # it may be a view that an autograd function returned, which autograd protects
             copies[id(leaf)] = (leaf, full, full._version)
     leaves = [copies[id(leaf)][1] if id(leaf) in copies else leaf for leaf in leaves]
     given, named = tree_unflatten(leaves, structure)
@@ -253,57 +262,7 @@ def _result(
     for original, full in changed:
         if leaf is full:
             return original
-    for _, full, _ in copies.values():
-        if leaf is full or _shares_memory(leaf, full):
-            return leaf.as_subclass(GatheredView)
-    return leaf
-
-
-def _shares_memory(first: Tensor, second: Tensor) -> bool:
-    if isinstance(first, Divided) or isinstance(second, Divided):
-        return False
-    if first.layout is not torch.strided or second.layout is not torch.strided:
-        return False
-    return first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr()
-
-
-class GatheredView(torch.Tensor):
-    """A view of a gathered copy: an ordinary tensor, except that changing it in place raises.
-
-    On one process the change would reach the tensor that it is a view of; here it would be lost.
-    """
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if any(isinstance(leaf, SequenceTensor) for leaf in tree_flatten((args, dict(kwargs)))[0]):
-            return SequenceTensor.__torch_function__(func, types, *tree_map(_as_plain, (args, dict(kwargs))))
-        views = [leaf for leaf in tree_flatten((args, dict(kwargs)))[0] if isinstance(leaf, GatheredView)]
-        with private.without_torch_function():
-            versions = [view._version for view in views]
-            result = func(*args, **kwargs)
-            if any(view._version != version for view, version in zip(views, versions, strict=True)):
-                raise UnsupportedError(
-                    explain(
-                        f"{getattr(func, '__name__', func)} changes a view of a tensor whose sequence is divided among "
-                        f"ranks ({user_line()[0]})",
-                        "the view is of a gathered copy, and the change would not reach the tensor itself",
-                        "change the tensor itself, by x[index] = value, or a clone of the view",
-                    )
-                )
-            return tree_map(lambda leaf: _as_view(leaf, views), result)
-
-
-def _as_plain(leaf: Any) -> Any:
-    return leaf.as_subclass(torch.Tensor) if isinstance(leaf, GatheredView) else leaf
-
-
-def _as_view(leaf: Any, views: Sequence[Tensor]) -> Any:
-    if isinstance(leaf, Tensor) and any(_shares_memory(leaf, view) for view in views):
-        return leaf.as_subclass(GatheredView)
-    return leaf
+    return views_of([full for _, full, _ in copies.values()], leaf)
 
 
 # -------------------------------------------------------------------------------------------------- autograd functions

@@ -134,7 +134,7 @@ _MHA_ARGUMENTS = [
 
 def _unusual(call: Kwargs) -> bool:
     extra = ("bias_k", "bias_v", "static_k", "static_v", "add_zero_attn", "use_separate_proj_weight")
-    return any(call.get(name) not in (None, False) for name in extra)
+    return any(call.get(name) is not None and call[name] is not False for name in extra)
 
 
 def _projected(call: Kwargs, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:

@@ -64,15 +64,20 @@ class TensorPlan:
 
 
 def kind_of(module: nn.Module) -> str | None:
-    """Which kind of divisible module this is: linear, conv1d (Hugging Face), embedding, attention; None for others."""
+    """Which kind of divisible module this is: linear, conv1d (Hugging Face), embedding, attention; None for others.
+
+    A weight that is computed from other parameters (weight norm) is no parameter to divide: None.
+    """
     if isinstance(module, nn.MultiheadAttention):
-        return "attention"
+        return "attention" if module.out_proj._parameters.get("weight") is not None else None
+    weight = module._parameters.get("weight")
+    if weight is None:
+        return None
     if isinstance(module, nn.Embedding):
         return "embedding"
-    weight = module._parameters.get("weight")
     if isinstance(module, nn.Linear):
         return "linear"
-    if type(module).__name__ == "Conv1D" and weight is not None and weight.dim() == 2 and hasattr(module, "nf"):
+    if type(module).__name__ == "Conv1D" and weight.dim() == 2 and hasattr(module, "nf"):
         return "conv1d"
     return None
 

@@ -34,8 +34,8 @@ greater greater_equal gt half hardshrink hardsigmoid hardswish hardtanh int iscl
 le leaky_relu lerp less less_equal lgamma log log10 log1p log2 logaddexp logical_and logical_not logical_or logical_xor
 logit logsigmoid long lt masked_fill maximum minimum mish mul multiply nan_to_num ne neg negative nextafter not_equal
 positive pow rad2deg real reciprocal relu relu6 remainder round rsqrt rsub selu sgn sigmoid sign signbit silu sin sinc
-sinh softplus softshrink softsign sqrt square sub subtract tan tanh tanhshrink threshold to true_divide trunc type
-type_as where xlogy zero_ zeros_like ones_like empty_like full_like
+sinh softplus softshrink softsign sqrt square sub subtract tan tanh tanhshrink threshold true_divide trunc
+where xlogy zero_ zeros_like ones_like empty_like full_like
 """
 _OPERATORS = """
 add radd iadd sub rsub isub mul rmul imul truediv rtruediv itruediv div rdiv idiv floordiv rfloordiv ifloordiv mod rmod
@@ -59,8 +59,10 @@ def pointwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         *(aligned(value, lead, back, func) for value in args),
         **{key: aligned(value, lead, back, func) for key, value in kwargs.items()},
     )
-    if in_place or not isinstance(local, Tensor):
-        return first if in_place else local
+    if in_place:
+        return first
+    if not isinstance(local, Tensor):
+        return NotImplemented  # torch.where(condition) finds places, which are of the whole tensor
     result = lead.like(local, local.dim() - back)
     if lead.runtime.on_gather is not None:
         result.origin = frozenset().union(*(value.origin for value in args if type(value) is Sharded))
@@ -96,6 +98,18 @@ for _function in functions(" ".join(f"__{name}__" for name in _OPERATORS.split()
 # The functions behind F.gelu and others, where torch.nn.functional calls them with the tensor itself.
 for _function in nn_builtins("gelu silu silu_ mish softplus hardtanh hardswish leaky_relu elu"):
     RULES[_function] = pointwise
+
+
+@rule(Tensor.to, Tensor.type, Tensor.type_as)
+def _converted(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Convert the first argument; a second tensor only says to what."""
+    local = func(*map(_local, args), **{name: _local(value) for name, value in kwargs.items()})
+    first = args[0]
+    return first.like(local) if type(first) is Sharded and isinstance(local, Tensor) else local
+
+
+def _local(value: Any) -> Any:
+    return value.local if type(value) is Sharded else value
 
 
 @rule(*getter("data"))

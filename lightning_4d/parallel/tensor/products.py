@@ -36,11 +36,7 @@ def plain_input(value: Tensor, runtime: Runtime, why: str) -> Tensor:
         return entered(value, runtime, why)
     if not (torch.is_grad_enabled() and value.requires_grad):
         return value.gathered(why)
-    known = value.entered_whole
-    if known is None:  # shared by queries, keys and values, like `entered`
-        known = collectives.gather_for_parts(value.local, value.split_dim, value.parts, runtime.group, why)
-        value.entered_whole = known
-    return known
+    return value.gathered_for_parts(why)  # shared by queries, keys and values, like `entered`
 
 
 def summed(local: Tensor, weight: Sharded, bias: Tensor | None, why: str, sequence_dim: int = -2) -> Tensor:

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lightning_4d.parallel.parts import empty_as_whole
 from lightning_4d.parallel.tensor.group import TensorGroup
 from lightning_4d.parallel.tensor.sharded import Sharded
 
@@ -45,7 +46,7 @@ def _arguments(
 
 def own_mask(value: Sharded, p: float) -> Tensor:
     """This rank's part of the mask of the whole tensor, scaled: what F.dropout multiplies with on the CPU."""
-    mask = torch.empty(value.shape, dtype=value.dtype, device=value.device).bernoulli_(1 - p)
+    mask = empty_as_whole(value.shape, value.local).bernoulli_(1 - p)
     return value.runtime.group.cut(mask, value.split_dim, value.parts).div(1 - p)
 
 

@@ -116,7 +116,7 @@ def _reduced(func: Any, args: Args, kwargs: Kwargs) -> Any:
     name = getattr(func, "__name__", "")
     if type(value) is not Sharded or "out" in kwargs:
         return NotImplemented
-    is_norm = name in ("norm", "vector_norm")
+    is_norm = name.removeprefix("linalg_") in ("norm", "vector_norm")
     dim = kwargs.get("dim", args[2] if len(args) > 2 else None) if is_norm else _argument_dim(args, kwargs)
     if isinstance(dim, (bool, float)) or (name in ("std", "var") and dim is None):
         return NotImplemented
@@ -129,7 +129,7 @@ def _reduced(func: Any, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _positional_keepdim(name: str, args: Args) -> bool:
-    position = 3 if name in ("norm", "vector_norm", "std", "var") else 2
+    position = 3 if name.removeprefix("linalg_") in ("norm", "vector_norm", "std", "var") else 2
     return len(args) > position and args[position] is True
 
 

@@ -153,12 +153,9 @@ def _matrix_transposed(func: Any, args: Args, kwargs: Kwargs) -> Any:
 
 @rule(*functions("movedim moveaxis"))
 def _movedim(func: Any, args: Args, kwargs: Kwargs) -> Any:
-    value, source, destination = args
-    if not isinstance(source, int):
-        return NotImplemented
-    dims = [dim for dim in range(value.dim()) if dim != normal(source, value.dim())]
-    dims.insert(normal(destination, value.dim()), normal(source, value.dim()))
-    return _permuted(value, dims)
+    value, *rest = args
+    numbered = torch.empty(tuple(range(1, value.dim() + 1)), device="meta")  # each size tells its dim
+    return _permuted(value, [size - 1 for size in func(numbered, *rest, **kwargs).shape])
 
 
 @rule(*functions("unsqueeze"))
@@ -370,10 +367,19 @@ def _repeat_interleave(func: Any, args: Args, kwargs: Kwargs) -> Any:
     return value.like(value.local.repeat_interleave(repeats, dim))
 
 
-@rule(*functions("flip roll"))
-def _reordered(func: Any, args: Args, kwargs: Kwargs) -> Any:
-    value = args[0]
-    dims = _sizes(args[-1:] if len(args) > 1 and not kwargs else (kwargs.get("dims", ()),))
+@rule(*functions("flip"))
+def _flip(func: Any, args: Args, kwargs: Kwargs) -> Any:
+    return _reordered(func, args, kwargs, args[1:] or (kwargs["dims"],))
+
+
+@rule(*functions("roll"))
+def _roll(func: Any, args: Args, kwargs: Kwargs) -> Any:
+    # Without dims all elements are one row.
+    return _reordered(func, args, kwargs, (args[2] if len(args) > 2 else kwargs.get("dims", ()),))
+
+
+def _reordered(func: Any, args: Args, kwargs: Kwargs, given: Args) -> Any:
+    value, dims = args[0], _sizes(given)
     if not dims or value.split_dim in [normal(dim, value.dim()) for dim in dims]:
         return NotImplemented
     return value.like(func(value.local, *args[1:], **kwargs))

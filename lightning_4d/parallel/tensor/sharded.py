@@ -26,6 +26,7 @@ from lightning_4d.errors import UnsupportedError, explain
 from lightning_4d.parallel.parts import Divided
 from lightning_4d.parallel.tensor import group as collectives
 from lightning_4d.parallel.tensor.group import TensorGroup
+from lightning_4d.parallel.views import spelled, unmarked, views_of
 
 Rule = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 RULES: dict[Any, Rule] = {}
@@ -91,10 +92,8 @@ class Sharded(Divided):
     runtime: Runtime
     origin: frozenset[str]
     _sizes: torch.Size
-    entered_whole: Tensor | None
-    """The whole tensor for use with parts, once something has used it so: gradients are then summed once."""
-    whole: Tensor | None
-    """The whole tensor, once something has asked for it and if it needs no gradient."""
+    _entered_whole: tuple[int, Tensor] | None
+    _whole: tuple[int, Tensor] | None
 
     @staticmethod
     def __new__(
@@ -111,7 +110,7 @@ class Sharded(Divided):
         made = make_wrapper(cls, sizes, local)
         made.local, made.split_dim, made.parts, made.runtime, made.origin = local, dim, parts, runtime, origin
         made._sizes = torch.Size(sizes)
-        made.entered_whole = made.whole = None
+        made._entered_whole = made._whole = None
         return made
 
     # What user code reads most often, without the way through __torch_function__.
@@ -162,11 +161,22 @@ class Sharded(Divided):
     def gathered(self, why: str = "whole tensor") -> Tensor:
         """Return the whole tensor. Which ranks must call: all of the group."""
         self.check()
-        if self.whole is not None:
-            return self.whole
+        if self._whole is not None and self._whole[0] == self.local._version:
+            return self._whole[1]
         whole = collectives.gather(self.local, self.split_dim, self.parts, self.runtime.group, why)
         if not whole.requires_grad and not self.runtime.sequence_parallel:
-            self.whole = whole  # metrics ask several times
+            self._whole = self.local._version, whole  # metrics ask several times
+        return whole
+
+    def gathered_for_parts(self, why: str) -> Tensor:
+        """Return the whole tensor for use with parts; the gradients of all such uses are summed once.
+
+        Which ranks must call: all of the group.
+        """
+        if self._entered_whole is not None and self._entered_whole[0] == self.local._version:
+            return self._entered_whole[1]
+        whole = collectives.gather_for_parts(self.local, self.split_dim, self.parts, self.runtime.group, why)
+        self._entered_whole = self.local._version, whole
         return whole
 
     def check(self) -> None:
@@ -195,7 +205,7 @@ class Sharded(Divided):
                 arg.check()
         rule = RULES.get(func)
         if rule is not None:
-            result = rule(func, args, kwargs)
+            result = rule(func, *spelled(args, kwargs))
             if result is not NotImplemented:
                 return result
         return on_whole(func, args, kwargs)
@@ -253,15 +263,19 @@ def on_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if any(type(value) is Sharded for value in kwargs.values()) and type(kwargs.get("out")) is Sharded:
         raise refusal(f"{function_name(func)}(out=...)")
 
+    copies: list[Tensor] = []
+
     def whole(value: Any) -> Any:
         if type(value) is Sharded:
             value.runtime.name_gather(func, value)
-            return value.gathered(f"{function_name(func)} has no rule for it")
+            copies.append(value.gathered(f"{function_name(func)} has no rule for it"))
+            return copies[-1]
         if isinstance(value, (list, tuple)) and any(type(item) is Sharded for item in value):
             return type(value)(whole(item) for item in value)
         return value
 
-    return func(*(whole(arg) for arg in args), **{key: whole(value) for key, value in kwargs.items()})
+    result = func(*(whole(arg) for arg in args), **{key: whole(value) for key, value in kwargs.items()})
+    return views_of(copies, result)
 
 
 def changes_first(func: Any) -> bool:
@@ -312,7 +326,7 @@ def cut_like(tensor: Tensor, dim: int, like: Sharded, why: str) -> Tensor:
 def whole_values(value: Any) -> Any:
     """Replace sharded tensors in nested dicts, lists and tuples by whole ones."""
     if type(value) is Sharded:
-        return value.gathered("it leaves the step")
+        return unmarked(value.gathered("it leaves the step"))
     if type(value) in (list, tuple):
         return type(value)(whole_values(item) for item in value)
     if isinstance(value, tuple) and hasattr(value, "_fields"):
@@ -321,7 +335,7 @@ def whole_values(value: Any) -> Any:
         replaced = {key: whole_values(item) for key, item in value.items()}
         if any(replaced[key] is not item for key, item in value.items()):
             return replaced if type(value) is dict else _updated(value, replaced)
-    return value
+    return unmarked(value)
 
 
 def _updated(value: Any, items: Any) -> Any:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import nn
 
 from lightning_4d.parallel.blocks import Block
-from lightning_4d.parallel.tensor.plan import Choice
+from lightning_4d.parallel.tensor.plan import Choice, kind_of
 
 
 def vocabulary_choices(root: nn.Module, blocks: Sequence[Block], size: int) -> dict[str, Choice]:
@@ -17,7 +17,7 @@ def vocabulary_choices(root: nn.Module, blocks: Sequence[Block], size: int) -> d
     and classifiers have no such partner and stay whole: they are small, and dividing them costs a collective.
     """
     inside = {module for block in blocks for module in block.module.modules() if block.name}
-    outside = {name: module for name, module in root.named_modules() if module not in inside}
+    outside = {name: module for name, module in root.named_modules() if module not in inside and kind_of(module)}
     embeddings = {name: module for name, module in outside.items() if type(module) is nn.Embedding}
     heads = {name: module for name, module in outside.items() if isinstance(module, nn.Linear)}
     choices: dict[str, Choice] = {}

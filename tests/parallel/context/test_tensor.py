@@ -89,6 +89,13 @@ def set_items(x: Tensor, w: Tensor) -> Tensor:
     return x
 
 
+def set_with_positions_first(x: Tensor, w: Tensor) -> Tensor:
+    x = x.transpose(0, 1) * 1
+    x[1:3] = w[0]
+    x.cumsum_(0)
+    return x.transpose(0, 1)
+
+
 def fill_masked(x: Tensor, w: Tensor) -> Tensor:
     x = x * 1
     mask = torch.arange(x.shape[1]) % 3 == 1
@@ -144,6 +151,17 @@ def accuracy(x: Tensor, w: Tensor) -> Tensor:
     predicted = F.linear(x, w[:C]).argmax(-1)
     y = labels(x)
     return ((predicted == y) & (y != -100)).double().sum() / (y != -100).sum() + 0 * x.sum()
+
+
+def routed(x: Tensor, w: Tensor) -> Tensor:
+    """Each expert takes the positions that chose it."""
+    flat = x.flatten(0, 1)
+    chosen = flat.detach().argmax(-1) % 3
+    y = torch.zeros_like(flat)
+    for expert in range(3):
+        (rows,) = torch.where(chosen == expert)
+        y = y.index_add(0, rows, flat[rows] * w[expert])
+    return y.view(x.shape)
 
 
 FUNCTIONS: dict[str, Callable[[Tensor, Tensor], Any]] = {
@@ -203,11 +221,21 @@ FUNCTIONS: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "in place": add_in_place,
     "masked fill in place": fill_masked,
     "dropout": lambda x, w: F.dropout(x, 0.4) + F.dropout(x.transpose(1, 2), 0.3).transpose(1, 2),
+    "keywords in any order": lambda x, w: x.narrow(length=2, dim=1, start=3) * torch.select(x, index=1, dim=2)[:, 3:5, None],  # noqa: E501
+    "input by name": lambda x, w: torch.transpose(input=x, dim0=1, dim1=2).mT + torch.where(condition=x > 0, input=x, other=w[0]),  # noqa: E501
+    "numpy's names": lambda x, w: x.mean(axis=-1, keepdims=True) + x.sort(axis=2).values + x.softmax(axis=-1),
+    "positional keepdim": lambda x, w: x.var(-1, True, True) + x.std(0, True) + torch.linalg.norm(x, 2, -1, True),
+    "special functions": lambda x, w: torch.special.softmax(x, -1) + torch.special.logsumexp(x, -1, keepdim=True),
+    "weights of norms by computation": lambda x, w: F.layer_norm(x, (C,), 1 + w[0] * w[1], w[2].exp()) + F.rms_norm(x, (C,), x.mean((0, 1))),  # noqa: E501
+    "einsum with one position": lambda x, w: torch.einsum("btc,btc->bt", x, x.mean(1, keepdim=True) * w[0]),
     # By a gather.
     "written out attention": written_out,
     "einsum": einsums,
     "convolution": conv,
     "mixing positions": lambda x, w: F.linear(x.transpose(1, 2), torch.arange(x.shape[1] ** 2.0).sin().view(x.shape[1], -1).double()).transpose(1, 2),  # noqa: E501
+    "sorted positions": lambda x, w: x.sort(axis=1).values + x.argsort(axis=1) + x.renorm(2, -1, 0.5),
+    "places": routed,
+    "weighted squares": lambda x, w: F.mse_loss(x, x.detach() * 2, weight=w[0].detach().abs().expand(x.shape)),
     "softmax over positions": lambda x, w: F.softmax(x, dim=1) + x.cumsum(1) + x.amax(1, keepdim=True) + x.roll(1, 1),
     "differences": lambda x, w: x[:, 1:] - x[:, :-1],
     "joined positions": lambda x, w: torch.cat([w[None, :1].expand(B, -1, -1), x], dim=1) * 2,
@@ -215,6 +243,7 @@ FUNCTIONS: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "picked": lambda x, w: x[torch.arange(B), torch.tensor([1, 4, 2])] + x[labels(x) != -100].sum(),
     "batch norm": lambda x, w: F.batch_norm(x.transpose(1, 2), None, None, training=True),
     "set items": set_items,
+    "set items with positions first": set_with_positions_first,
     "out=": write_out,
     "into a plain tensor": into_plain,
     "autograd function": lambda x, w: Double.apply(x) + early_bound(x * 2),
@@ -307,6 +336,8 @@ REFUSED: dict[str, tuple[Callable[[Tensor], Any], str]] = {
     "a changed view": (change_a_view, "mul_ changes a view"),
     "a changed view of a view": (change_a_view_of_a_view, "changes a view"),
     "a changed item of a view": (change_an_item_of_a_view, "changes a view"),
+    "a changed position": (lambda x: x[:, 0].add_(1.0), "add_ changes a view"),
+    "gradients": (lambda x: torch.autograd.grad(x.sum(), x), "grad on a tensor"),
     "hooks": (lambda x: x.register_hook(print), "register_hook"),
     "retain_grad": (lambda x: x.retain_grad(), "retain_grad"),
     "memory": (lambda x: x.data_ptr(), "data_ptr"),

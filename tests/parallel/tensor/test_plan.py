@@ -116,6 +116,17 @@ def test_what_does_not_divide_is_left_whole_with_a_reason():
     assert odd["blocks.0.mlp.0"] == "colwise"
 
 
+def test_weights_that_are_computed_stay_whole():
+    module = TinyGPT(vocab=32, fused_qkv=False)
+    for block in module.blocks:
+        for layer in (block.mlp[0], block.mlp[2]):  # type: ignore[index]
+            nn.utils.parametrizations.weight_norm(layer)
+    nn.utils.parametrizations.weight_norm(module.head)
+    found = styles(module, 2)
+    assert not [name for name in found if "mlp" in name or name == "head"]
+    assert found["blocks.0.attention.q"] == "colwise"
+
+
 def test_nothing_to_divide_is_refused_with_sizes_that_work():
     with pytest.raises(UnsupportedError, match=r"tensor_parallel_size=3 for TinyGPT.*use tensor_parallel_size=2 or 4"):
         found_plan(TinyGPT(), 3)

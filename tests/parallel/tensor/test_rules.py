@@ -28,6 +28,23 @@ def drawn(*sizes: int) -> Tensor:
     return torch.randn(sizes, generator=torch.Generator().manual_seed(math.prod(sizes)), dtype=torch.float64)
 
 
+def routed(x: Tensor, w: Tensor) -> Tensor:
+    """Each expert takes the rows that chose it, as mixtures of experts do."""
+    chosen = x.detach() > 0
+    y = torch.zeros(x.shape, dtype=x.dtype)
+    for expert in range(2):
+        rows, columns = torch.where(chosen == expert)
+        y = y.index_put((rows, columns), x[rows, columns] * (expert + w[0]))
+    return y
+
+
+def changed_between_gathers(x: Tensor, w: Tensor) -> Tensor:
+    y = x.detach() * 1
+    before = y.cumsum(1)
+    y.mul_(3)
+    return before + y.cumsum(1) + x
+
+
 # name: the function of (x, plain), the divided dim of x, its parts, the sizes of x, those of the plain tensor
 Case = tuple[Callable[[Any, Any], Any], int, int, tuple[int, ...], tuple[int, ...]]
 CASES: dict[str, Case] = {
@@ -57,15 +74,58 @@ CASES: dict[str, Case] = {
     "repeat": (lambda x, w: x.repeat_interleave(3, dim=1)[:, :, None].expand(2, 12, 2, 5), 1, 1, (2, 4, 5), (1,)),
     "rotate": (lambda x, w: x * w + torch.cat((-x[..., 2:], x[..., :2]), -1), 2, 1, (2, 3, 4, 4), (3, 1, 4)),
     "index": (lambda x, w: x[:, None, ..., 0][torch.tensor([1, 0])] + x[1:, -1:, :, 1], 2, 1, (2, 3, 4, 2), (1,)),
+    "numpy's names": (
+        lambda x, w: x.mean(axis=1, keepdims=True) * w + x.sum(axis=-1, keepdims=True),
+        2,
+        1,
+        (2, 3, 4, 2),
+        (2,),
+    ),
+    "numpy's names of the divided dim": (
+        lambda x, w: x.mean(axis=2) + x.sum(axis=(1, 2))[:, None],
+        2,
+        1,
+        (2, 3, 4),
+        (1,),
+    ),
+    "positional keepdim": (
+        lambda x, w: torch.linalg.vector_norm(x, 2, 1, True) + x.var(1, True, True),
+        2,
+        1,
+        (2, 3, 4),
+        (1,),
+    ),
+    "input by name": (
+        lambda x, w: torch.permute(input=x, dims=(1, 0, 2)) + torch.where(condition=x.mT > 0, input=w, other=x.mT).mT,
+        2,
+        1,
+        (3, 3, 4),
+        (4, 1),
+    ),
+    "moved dims": (lambda x, w: x.movedim(source=1, destination=0) + x.movedim((0, 1), (1, 0)), 2, 1, (3, 3, 4), (1,)),
+    "reversed dims beside": (lambda x, w: x.flip(0, 1) + x.roll((1, 2), (0, 1)), 2, 1, (2, 3, 4), (1,)),
+    "converted": (lambda x, w: x.to(w).type_as(w) + w.type_as(x).sum() + w.to(x)[0, 0], 1, 1, (3, 4), (2, 5)),
+    "dropout of a transposed tensor": (
+        lambda x, w: F.dropout(x.transpose(0, 1), 0.5) + F.dropout(x.mT, 0.5).transpose(1, 2).transpose(0, 1),
+        1,
+        1,
+        (2, 4, 4),
+        (1,),
+    ),
     "unusual": (lambda x, w: torch.cumsum(x, 1).flip(1) @ w, 1, 1, (3, 4), (4, 2)),
+    "reversed divided dim": (lambda x, w: x.flip(1, 0) + x.roll(1), 1, 1, (3, 4), (1,)),
+    "places": (lambda x, w: (torch.where(x > 0)[1] * w[0]).sum() + x.sum(), 1, 1, (3, 4), (1,)),
+    "places of a mask": (routed, 1, 1, (6, 4), (1,)),
+    "changed between gathers": (changed_between_gathers, 1, 1, (3, 4), (1,)),
     "dimless max": (lambda x, w: x.max() * x.amax(0) + torch.logsumexp(x, 1, keepdim=True), 1, 1, (3, 4), (1,)),
 }
-GATHERED = {"unusual", "dimless max"}
+GATHERED = {"unusual", "reversed divided dim", "places", "places of a mask", "changed between gathers", "dimless max"}
 
 
 def run_case(name: str) -> None:
     function, dim, parts, sizes, plain = CASES[name]
     expected_x, expected_w = drawn(*sizes).requires_grad_(), drawn(*plain).requires_grad_()
+    torch.manual_seed(0)
     expected = function(expected_x, expected_w)
     weight = torch.linspace(0.5, 2.0, expected.numel(), dtype=torch.float64).view(expected.shape)
     (expected * weight).sum().backward()
@@ -75,6 +135,7 @@ def run_case(name: str) -> None:
     w = drawn(*plain).requires_grad_()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
+        torch.manual_seed(0)
         result = function(Sharded(local * 1, dim, parts, common), w * 1)
     assert result.shape == expected.shape
     assert bool(caught) == (name in GATHERED and dist.get_rank() == 0), [str(w.message) for w in caught]
@@ -167,11 +228,15 @@ def refusals() -> list[str]:
         refused(lambda x: x.squeeze_(0)),
         refused(lambda x: x.register_hook(lambda g: g)),
         refused(lambda x: torch.autograd.grad(x.sum(), x)),
+        refused(lambda x: x[:, ::2].mul_(2)),
+        refused(lambda x: x.view(-1)[1:3].zero_()),
     ]
 
 
 def test_what_a_gathered_copy_cannot_make_right_is_refused_by_name(pool):
-    function, changed, hook, grad = pool.run(2, refusals)[0]
+    function, changed, hook, grad, view, view_of_view = pool.run(2, refusals)[0]
+    assert view.startswith("mul_ changes a view")
+    assert view_of_view.startswith("zero_ changes a view")
     assert "custom torch.autograd.Function" in function
     assert "test_rules.py" in function
     assert "torch.Tensor.squeeze_" in changed

@@ -13,6 +13,7 @@ from lightning_4d import _torch_private as private
 from lightning_4d.parallel.context.communication import take_part
 from lightning_4d.parallel.context.rules.align import aligned, broadcasts, lead_of
 from lightning_4d.parallel.context.tensor import SequenceTensor, rule, wrap
+from lightning_4d.parallel.parts import empty_as_whole
 
 _UNARY = """
 abs absolute acos acosh angle arccos arccosh arcsin arcsinh arctan arctanh asin asinh atan atanh bitwise_not ceil
@@ -61,7 +62,8 @@ def _changes(name: str) -> bool:
 def elementwise(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """Run on parts that are brought in line; in place, the first argument is the one that others follow."""
     if not kwargs and (parts := _alike(args)) is not None and not _changes(func.__name__):
-        return wrap(func(*parts), args[0].sharding)
+        alike = func(*parts)
+        return wrap(alike, args[0].sharding) if isinstance(alike, Tensor) else NotImplemented
     if kwargs and kwargs.get("out") is not None:
         return NotImplemented
     name = getattr(func, "__name__", "")
@@ -78,7 +80,8 @@ def elementwise(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping
     result = func(*given, **named)
     if in_place:
         return args[0]
-    return lead.wrapped(result) if isinstance(result, Tensor) else result
+    # torch.where(condition) finds places, which are of the whole tensor.
+    return lead.wrapped(result) if isinstance(result, Tensor) else NotImplemented
 
 
 def _alike(args: tuple[Any, ...]) -> list[Any] | None:
@@ -141,16 +144,9 @@ def _dropout(input: Any, p: float = 0.5, training: bool = True, inplace: bool = 
         return NotImplemented
     if not training or p == 0.0:
         return input
-    noise = F.dropout(_ones_as_one_process_has_them(input), p)
+    noise = F.dropout(empty_as_whole(input.shape, input.part).fill_(1.0), p)
     noise = take_part(noise, input.sharding)
     if inplace:
         input.part.mul_(noise)
         return input
     return wrap(input.part * noise, input.sharding)
-
-
-def _ones_as_one_process_has_them(x: SequenceTensor) -> Tensor:
-    """Ones of the whole shape, their dims in memory in the order of the part's: that is how noise is drawn."""
-    part = x.part
-    order = sorted(range(part.dim()), key=lambda dim: (-part.stride(dim), dim))
-    return torch.empty_permuted(x.shape, order, dtype=part.dtype, device=part.device).fill_(1.0)

@@ -124,6 +124,8 @@ def elementwise_loss(func: Callable[..., Any], args: Arguments, kwargs: Named) -
     lead = lead_of((*args, *kwargs.values()))
     if lead is None or len(args) > 2 or kwargs.get("size_average") is not None or kwargs.get("reduce") is not None:
         return NotImplemented
+    if func in (F.mse_loss, F.l1_loss) and kwargs.get("weight") is not None and reduction == "mean":
+        return NotImplemented  # divided by the sum of the weights
     given = list(args)
     if not all(broadcasts(value, lead) for value in (*given, *kwargs.values())):
         return NotImplemented

@@ -174,6 +174,6 @@ def _operand(operand: Any, term: str, letter: str, sharding: Any) -> Tensor:
         if is_same and operand.sharding.same_positions(sharding):
             return operand.part
         operand = _whole(operand, "einsum")
-    if letter in term:
+    if letter in term and operand.shape[term.index(letter)] != 1:
         return cut(operand, sharding.at(term.index(letter)))
     return use_whole(operand, sharding.groups)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lightning_4d import _torch_private as private
 from lightning_4d._torch_private import tree_map
-from lightning_4d.parallel.context.communication import reduce_sum
+from lightning_4d.parallel.context.communication import reduce_sum, use_whole
 from lightning_4d.parallel.context.tensor import SequenceTensor, rule, wrap
 
 Arguments = tuple[Any, ...]
@@ -26,13 +26,12 @@ Named = Mapping[str, Any]
 _REDUCING = {
     "sum": 1, "nansum": 1, "mean": 1, "nanmean": 1, "prod": 1, "var": 1, "std": 1, "amax": 1, "amin": 1, "max": 1,
     "min": 1, "argmax": 1, "argmin": 1, "all": 1, "any": 1, "logsumexp": 1, "norm": 2, "median": 1, "nanmedian": 1,
-    "count_nonzero": 1, "var_mean": 1, "std_mean": 1, "aminmax": -1,
+    "count_nonzero": 1, "var_mean": 1, "std_mean": 1, "aminmax": -1, "vector_norm": 2,
 }  # fmt: skip
 _KEEPING = {
     "softmax": (1, None), "log_softmax": (1, None), "softmin": (1, None), "cumsum": (1, None), "cumprod": (1, None),
     "logcumsumexp": (1, None), "sort": (1, -1), "argsort": (1, -1), "topk": (2, -1), "normalize": (2, 1),
-    "glu": (1, -1), "cummax": (1, None), "cummin": (1, None), "gather": (1, None),
-    "renorm": (2, None), "roll": (2, None),
+    "glu": (1, -1), "cummax": (1, None), "cummin": (1, None), "gather": (1, None), "roll": (2, None),
 }  # fmt: skip
 _PLACES = (torch, torch.Tensor, F, torch.special, torch.linalg, private.NN_FUNCTIONS)
 
@@ -41,20 +40,26 @@ def _functions(names: Mapping[str, Any]) -> list[Any]:
     return [getattr(place, name) for name in names for place in _PLACES if hasattr(place, name)]
 
 
+def _name(func: Callable[..., Any]) -> str:
+    """``norm`` of torch.linalg and ``softmax`` of torch.special go by longer names."""
+    return func.__name__.removeprefix("linalg_").removeprefix("special_")
+
+
 # ----------------------------------------------------------------------------------------------------- reductions
 
 
-@rule(*(f for f in _functions(_REDUCING) if getattr(f, "__module__", "") != "torch.linalg"))
+@rule(*_functions(_REDUCING))
 def reduce(func: Callable[..., Any], args: Arguments, kwargs: Named) -> Any:
     """Reduce other dims on the part; sums and means also over the ranks."""
     x = args[0] if args else None
-    name = func.__name__
+    name = _name(func)
     if not isinstance(x, SequenceTensor) or kwargs.get("out") is not None:
         return NotImplemented
     dims = _dims(x, args, kwargs, _REDUCING[name])
     if dims is NotImplemented:
         return dims
-    keepdim = _keepdim(args, kwargs, _REDUCING[name])
+    # torch.var(x, dim, unbiased, keepdim)
+    keepdim = _keepdim(args, kwargs, _REDUCING[name] + (name in ("var", "std", "var_mean", "std_mean")))
     if x.sharding.dim not in dims:
         result = func(x.part, *args[1:], **kwargs)
         dim = x.sharding.dim - (0 if keepdim else sum(dim < x.sharding.dim for dim in dims))
@@ -69,7 +74,7 @@ def reduce(func: Callable[..., Any], args: Arguments, kwargs: Named) -> Any:
 
 def _dims(x: SequenceTensor, args: Arguments, kwargs: Named, place: int) -> Any:
     """The dims that are reduced, from 0; NotImplemented for other forms of the function."""
-    given = args[place] if 0 < place < len(args) else kwargs.get("dim", kwargs.get("axis"))
+    given = args[place] if 0 < place < len(args) else kwargs.get("dim")
     if given is None or given == ():
         return list(range(x.dim()))
     if isinstance(given, bool) or not isinstance(given, (int, tuple, list)):
@@ -79,7 +84,7 @@ def _dims(x: SequenceTensor, args: Arguments, kwargs: Named, place: int) -> Any:
 
 def _keepdim(args: Arguments, kwargs: Named, place: int) -> bool:
     """`keepdim` as a keyword, or as the last boolean argument."""
-    given = kwargs.get("keepdim", kwargs.get("keepdims"))
+    given = kwargs.get("keepdim")
     if given is not None:
         return bool(given)
     return len(args) > place + 1 and isinstance(args[-1], bool) and args[-1]
@@ -104,19 +109,17 @@ def _mean(x: SequenceTensor, dims: Sequence[int], keepdim: bool, dtype: torch.dt
 @rule(*_functions(_KEEPING))
 def along(func: Callable[..., Any], args: Arguments, kwargs: Named) -> Any:
     """Work along another dim than the sequence's."""
-    x = args[0] if args else kwargs.get("input")
-    place, default = _KEEPING[func.__name__]
+    x = args[0] if args else None
+    place, default = _KEEPING[_name(func)]
     dim = args[place] if len(args) > place else kwargs.get("dim", default)
-    if func.__name__ == "gather":
+    if _name(func) == "gather":
         dim, index = (args[1] if len(args) > 1 else kwargs["dim"]), (args[2] if len(args) > 2 else kwargs.get("index"))
         return _gather_along(func, x, dim, index)
     if not isinstance(x, SequenceTensor) or not isinstance(dim, int) or kwargs.get("out") is not None:
         return NotImplemented
     if dim % x.dim() == x.sharding.dim:
         return NotImplemented
-    rest = args[1:] if args else ()
-    named = {name: value for name, value in kwargs.items() if name != "input"}
-    return tree_map(lambda part: wrap(part, x.sharding), func(x.part, *rest, **named))
+    return tree_map(lambda part: wrap(part, x.sharding), func(x.part, *args[1:], **kwargs))
 
 
 def _gather_along(func: Callable[..., Any], x: Any, dim: int, index: Any) -> Any:
@@ -135,9 +138,13 @@ def _gather_along(func: Callable[..., Any], x: Any, dim: int, index: Any) -> Any
 @rule(F.layer_norm, torch.layer_norm, F.rms_norm, torch.rms_norm)
 def norm(func: Callable[..., Any], args: Arguments, kwargs: Named) -> Any:
     """Normalise the last dims."""
-    x = args[0] if args else kwargs["input"]
-    shape = args[1] if len(args) > 1 else kwargs["normalized_shape"]
-    if not isinstance(x, SequenceTensor) or x.sharding.dim >= x.dim() - len(shape):
+    return _normed(func, *args, **kwargs)
+
+
+def _normed(func: Callable[..., Any], x: Any, normalized_shape: Sequence[int], *rest: Any, **named: Any) -> Any:
+    if not isinstance(x, SequenceTensor) or x.sharding.dim >= x.dim() - len(normalized_shape):
         return NotImplemented
-    named = {name: value for name, value in kwargs.items() if name != "input"}
-    return wrap(func(x.part, *args[1:], **named), x.sharding)
+    groups = x.sharding.groups
+    given = [use_whole(value, groups) if isinstance(value, Tensor) else value for value in rest]
+    named = {name: use_whole(value, groups) if isinstance(value, Tensor) else value for name, value in named.items()}
+    return wrap(func(x.part, normalized_shape, *given, **named), x.sharding)

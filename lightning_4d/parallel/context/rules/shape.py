@@ -260,10 +260,15 @@ def _indexed(x: SequenceTensor, index: list[Any]) -> Any:
     return wrap(x.part[tuple(index)], x.sharding.at(dim))
 
 
+def _in_order(args: Arguments, kwargs: Named, *names: str) -> list[Any]:
+    """The tensor and what follows it, by place or by these names."""
+    return [*args, *(kwargs[name] for name in names[len(args) - 1 :])]
+
+
 @rule(torch.Tensor.narrow, torch.narrow)
 def narrow(func: Callable[..., Any], args: Arguments, kwargs: Named) -> Any:
     """A range of one dim."""
-    x, dim, start, length = (*args, *kwargs.values())
+    x, dim, start, length = _in_order(args, kwargs, "dim", "start", "length")
     dim %= x.dim()
     if not isinstance(start, int):
         return NotImplemented
@@ -276,7 +281,7 @@ def narrow(func: Callable[..., Any], args: Arguments, kwargs: Named) -> Any:
 @rule(torch.Tensor.select, torch.select)
 def select_rule(func: Callable[..., Any], args: Arguments, kwargs: Named) -> Any:
     """One index of one dim."""
-    x, dim, index = (*args, *kwargs.values())
+    x, dim, index = _in_order(args, kwargs, "dim", "index")
     if not isinstance(dim, int) or not isinstance(index, int):
         return NotImplemented
     dim %= x.dim()
