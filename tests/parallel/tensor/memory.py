@@ -80,13 +80,14 @@ class Watching(Callback):
         """What the layer reads is whole, also where sequence parallelism has to gather it first."""
         value = args[0]
         if type(value) is Sharded:
-            value = value.entered_whole if value.entered_whole is not None else value.local
+            entered = _entered(value)
+            value = entered if entered is not None else value.local
         self._outside.add(_address(value))
         self._depth += 1
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         self._depth -= 1
-        gathered = args[0].entered_whole if type(args[0]) is Sharded else None
+        gathered = _entered(args[0]) if type(args[0]) is Sharded else None
         if gathered is not None:  # made inside, by the first product that reads it
             self._outside.add(_address(gathered))
 
@@ -131,6 +132,11 @@ def _per_element(state: dict[str, Any]) -> list[Tensor]:
 
 def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _entered(part: Sharded) -> Tensor | None:
+    """What sequence parallelism has gathered of it for the products of a layer."""
+    return None if part._entered_whole is None else part._entered_whole[1]
 
 
 def _address(tensor: Tensor) -> int:
