@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-LIMIT = 180  # seconds until a job counts as hung; a job that hangs does so for half an hour (the collectives' timeout)
+LIMIT = 90  # seconds until a job counts as hung; a job that hangs does so for half an hour (the collectives' timeout)
 
 SCRIPT = """
 import os, signal, sys, threading, time
