@@ -48,4 +48,6 @@ def counts_of(precision: str, **strategy: Any) -> list[int]:
 def test_steps_leave_nothing_behind(pool, precision, strategy):
     for counts in pool.run(2, counts_of, precision, **strategy):
         assert len(counts) == 7
-        assert counts[6] <= counts[3], counts
+        # gloo's own thread lets go of a received tensor a moment after its receiver has it, so one count may be higher;
+        # what stays behind makes every later one higher.
+        assert min(counts[4:]) <= counts[3], counts
