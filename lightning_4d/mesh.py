@@ -106,6 +106,11 @@ class Mesh:
         if layout.context_parallel_size > 1:
             self._shards = flatten_mesh(self.device_mesh["dp_shard", "cp"], "dp_shard_cp")
             self._parameters = flatten_mesh(self.device_mesh["dp_replicate", "dp_shard", "cp"], "dp_cp")
+        self._same_samples = self.device_mesh["tp"]
+        if layout.context_parallel_size > 1:
+            self._same_samples = self.device_mesh["cp"]
+            if layout.tensor_parallel_size > 1:
+                self._same_samples = flatten_mesh(self.device_mesh["cp", "tp"], "cp_tp")
 
     def __getitem__(self, axes: str | tuple[str, ...]) -> DeviceMesh:
         """Return the sub-mesh of one axis name or of several, outermost first."""
@@ -156,6 +161,11 @@ class Mesh:
         """The global ranks of each group that shares sequences, equal on all ranks."""
         ranks = range(self.layout.world_size)
         return [list(group) for group in sorted({tuple(self.layout.group_ranks("cp", rank)) for rank in ranks})]
+
+    @property
+    def same_samples(self) -> DeviceMesh:
+        """The 1-D mesh of the ranks that run each step of a stage together: context- times tensor-parallel ones."""
+        return self._same_samples
 
     @property
     def data_parallel(self) -> DeviceMesh:

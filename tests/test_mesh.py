@@ -26,6 +26,7 @@ def describe(layout):
         "parameters": dist.get_process_group_ranks(mesh.parameter_group),
         "parameter_size": mesh.parameter_size,
         "parameter_source": mesh.parameter_source,
+        "together": dist.get_process_group_ranks(mesh.same_samples.get_group()),
         "context": mesh.context_parallel_ranks,
         "sharding": mesh.parameter_sharding.mesh.tolist(),
         "coordinate": mesh.coordinate,
@@ -51,6 +52,7 @@ def test_axes_and_groups_are_those_of_the_layout(pool, text):
         parameters = layout.group_ranks(("dp_replicate", "dp_shard", "cp"), rank)
         assert found["parameters"] == parameters
         assert (found["parameter_size"], found["parameter_source"]) == (len(parameters), parameters[0])
+        assert found["together"] == layout.group_ranks(("cp", "tp"), rank)
         assert layout.group_ranks("cp", rank) in found["context"]
         assert sorted(rank for group in found["context"] for rank in group) == list(range(8))
         assert str(layout) in found["text"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -10,10 +10,12 @@ from lightning.pytorch import Trainer
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from lightning_4d.parallel.pipeline.batch import tensors_by_path
 from lightning_4d.parallel.pipeline.handover import Gradients, give_gradients, loss_with_backward, take_gradients
 from lightning_4d.rehearsal.observe import Communications
 from lightning_4d.rehearsal.placed import Placed, Stages
 from lightning_4d.strategies.fake_step import require_loss
+from lightning_4d.strategies.pipeline_results import StepTrace
 
 __all__ = ["run_step"]
 
@@ -84,7 +86,7 @@ def _run_schedule(placed: Placed, stages: Stages, step: Callable[..., Any], micr
             placed.in_parts(lambda piece: step(piece, 0)),
             pieces,
             stages.records[: len(pieces)],
-            _Losses(),
+            _Losses(stages.pieces),
             ("rehearsal",),
             backward=True,
         )
@@ -104,11 +106,22 @@ def _bytes(gradient: Tensor) -> int:
 
 
 class _Losses:
-    """Takes the losses of microbatches on the last stage, as the mean over the batch."""
+    """Takes the losses of microbatches on the last stage, as the mean over the batch.
 
-    def trace(self, microbatch: int, *, is_last: bool) -> None:
-        """Nothing follows the user's code."""
-        return
+    Args:
+        pieces: all microbatches of a step.
+    """
+
+    def __init__(self, pieces: Sequence[Any]) -> None:
+        self._pieces = pieces
+
+    def trace(self, microbatch: int, *, is_last: bool) -> StepTrace | None:
+        """Follow the user's code where a step does: under it a loss is a sum and a count of targets."""
+        if not is_last or len(self._pieces) == 1:
+            return None
+        trace = StepTrace("auto")
+        trace.entries(*(tensor for _, tensor in tensors_by_path(self._pieces[microbatch]) if tensor.dim() > 0))
+        return trace
 
     def finished(self, microbatch: int, result: Any) -> Tensor:
         """Return what the backward starts from."""

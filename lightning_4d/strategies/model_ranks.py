@@ -14,6 +14,9 @@ from lightning_4d.errors import UnsupportedError, explain
 from lightning_4d.mesh import made_once
 from lightning_4d.parallel.blocks import Block
 from lightning_4d.parallel.context import ContextParallel, divided, make_groups, ulysses_size_of
+from lightning_4d.parallel.hooks import Hook
+from lightning_4d.parallel.pipeline.passes import Unwind
+from lightning_4d.parallel.same_way import SameWay, together
 from lightning_4d.parallel.tensor import applied
 from lightning_4d.strategies.same_batch import SameBatch
 
@@ -58,6 +61,18 @@ def install_context(module: nn.Module, blocks: Sequence[Block], strategy: NDStra
     return context
 
 
+def watch_blocks(blocks: Sequence[Block], strategy: NDStrategy) -> None:
+    """Let ranks that run steps together compare their ways before a block, if their code asked for its rank."""
+    if strategy.mesh.same_samples.size() > 1:
+        for block in blocks:
+            # Before FSDP2's own, which waits for the other ranks.
+            block.module.register_forward_pre_hook(Hook(_at_block, block.name), prepend=True)
+
+
+def _at_block(name: str, *_: Any) -> None:
+    together(f"block {name!r}")
+
+
 class ModelRanks:
     """Runs steps on the ranks that work together on the same samples.
 
@@ -68,6 +83,8 @@ class ModelRanks:
         self._context = divided(strategy._module)
         self._tensor = applied(strategy._module)
         layout, device = strategy.layout, strategy.root_device
+        shared = strategy.mesh.same_samples
+        self._same_way = SameWay(shared.get_group(), device, (Unwind,)) if shared.size() > 1 else None
         self._same = [
             SameBatch(name, strategy.mesh[axis].get_group(), device)
             for axis, name in _AXES.items()
@@ -99,13 +116,15 @@ class ModelRanks:
 
     def in_parts(self, step: Callable[..., Any]) -> Callable[..., Any]:
         """``step`` with sequences and layers divided inside, and its result whole."""
-        context, tensor = self._context, self._tensor
-        if context is None and tensor is None:
+        context, tensor, same_way = self._context, self._tensor, self._same_way
+        if same_way is None:
             return step
+        name = getattr(step, "__name__", "a step")
 
         @functools.wraps(step)
         def run(*args: Any, **kwargs: Any) -> Any:
-            return step(*args, **kwargs) if context is None else context.run(step, *args, **kwargs)
+            with same_way.step(name):
+                return step(*args, **kwargs) if context is None else context.run(step, *args, **kwargs)
 
         return run if tensor is None else functools.wraps(step)(tensor.step(run))
 

@@ -50,6 +50,7 @@ from lightning_4d.parallel.data import DataParallel, DataParallelOptions, MetaIn
 from lightning_4d.parallel.gradients import Elsewhere
 from lightning_4d.parallel.pipeline.engine import Pipeline
 from lightning_4d.parallel.recompute import StageRuns
+from lightning_4d.parallel.same_way import asked_for_rank
 from lightning_4d.parallel.tensor import TensorOptions, TensorParallel, applied, divide
 from lightning_4d.strategies import random_state
 from lightning_4d.strategies.checkpointing import CheckpointTranslator
@@ -57,7 +58,7 @@ from lightning_4d.strategies.crossings import Crossings
 from lightning_4d.strategies.data_position import seed_workers
 from lightning_4d.strategies.evaluation import EvaluationBalance
 from lightning_4d.strategies.failure import Failure
-from lightning_4d.strategies.model_ranks import ContextOptions, ModelRanks, install_context
+from lightning_4d.strategies.model_ranks import ContextOptions, ModelRanks, install_context, watch_blocks
 from lightning_4d.strategies.pipeline_metrics import normalise_over, reduce_over
 from lightning_4d.strategies.pipeline_steps import PipelineOptions, PipelineSteps
 from lightning_4d.strategies.placement import say_what_crosses
@@ -200,9 +201,21 @@ class NDStrategy(ParallelStrategy):
         return self._checkpoints.distributed
 
     @property
+    @override
+    def global_rank(self) -> int:
+        asked_for_rank()
+        return super().global_rank
+
+    @property
+    @override
+    def local_rank(self) -> int:
+        asked_for_rank()
+        return super().local_rank
+
+    @property
     def data_parallel_rank(self) -> int:
         """This rank's index among the ranks that read different data: what an IterableDataset splits by."""
-        return self.layout.data_parallel_rank(self.global_rank)
+        return self.layout.data_parallel_rank(super().global_rank)
 
     @property
     def data_parallel_size(self) -> int:
@@ -218,7 +231,7 @@ class NDStrategy(ParallelStrategy):
     @override
     def root_device(self) -> torch.device:
         assert self.parallel_devices is not None
-        return self.parallel_devices[self.local_rank]
+        return self.parallel_devices[super().local_rank]
 
     @property
     def num_processes(self) -> int:
@@ -347,6 +360,7 @@ class NDStrategy(ParallelStrategy):
             boundaries.install_outside()
         if context is not None:
             context.install_outside()
+        watch_blocks(blocks, self)
         data.converted_to = converts_to(self.precision_plugin)
         self.model_to_device()  # what is neither parameter nor buffer: metric states
         data.settle()

@@ -20,6 +20,7 @@ from lightning_4d.parallel.context.groups import ContextGroups
 from lightning_4d.parallel.context.layout import SequenceLayout
 from lightning_4d.parallel.context.ring import take_runs
 from lightning_4d.parallel.parts import Divided, inside, is_parameter, plain
+from lightning_4d.parallel.same_way import together
 from lightning_4d.parallel.views import as_view
 
 # Renamed in torch 2.13, where the old name warns.
@@ -204,6 +205,7 @@ def join_parts(part: Tensor, sharding: Sharding) -> Tensor:
     first = split.movedim(dim + 1, 0).contiguous()
     if mine < layout.longest:
         first = F.pad(first, (0, 0) * (first.dim() - 1) + (0, layout.longest - mine))
+    together("a gather of a sequence")
     parts = first.new_empty((groups.size * layout.longest, *first.shape[1:]))
     _all_gather(parts, first, group=groups.group)
     return take_runs(parts, 0, layout.order).movedim(0, dim + 1).flatten(dim, dim + 2).contiguous()
@@ -211,5 +213,6 @@ def join_parts(part: Tensor, sharding: Sharding) -> Tensor:
 
 def _all_reduced(tensor: Tensor, groups: ContextGroups) -> Tensor:
     tensor = tensor.clone(memory_format=torch.contiguous_format)
+    together("a sum over a sequence")
     dist.all_reduce(tensor, group=groups.group)
     return tensor

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from lightning_4d.parallel.context.kernels import BlockKernel, choose_kernel
 from lightning_4d.parallel.context.layout import Run
+from lightning_4d.parallel.same_way import together
 
 
 @dataclass(frozen=True)
@@ -215,6 +216,7 @@ class Hop:
     """One tensor on its way to the next rank, another on its way here."""
 
     def __init__(self, sent: Tensor, received: Tensor, group: dist.ProcessGroup) -> None:
+        together("attention")
         size, rank = group.size(), group.rank()
         operations = []
         if sent.numel():

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_4d.errors import UnsupportedError, explain
+from lightning_4d.parallel.same_way import together
 
 
 def to_heads(x_BHTD: Tensor, lengths: Sequence[int], group: dist.ProcessGroup) -> Tensor:
@@ -85,6 +86,7 @@ def _heads_from(x: Tensor, lengths: tuple[int, ...], group: dist.ProcessGroup) -
     sent = x.unflatten(1, (ranks, H // ranks)).movedim(1, 0).contiguous()
     row = B * H // ranks * D
     received = x.new_empty(row * sum(lengths))
+    together("attention")
     dist.all_to_all_single(received, sent.view(-1), [row * n for n in lengths], [row * T] * ranks, group=group)
     parts = received.split([row * n for n in lengths])
     return torch.cat([part.view(B, H // ranks, n, D) for part, n in zip(parts, lengths, strict=True)], dim=2)
@@ -96,5 +98,6 @@ def _sequence_from(x: Tensor, lengths: tuple[int, ...], group: dist.ProcessGroup
     sent = torch.cat([part.reshape(-1) for part in x.split(lengths, dim=2)])
     row = B * h * D
     received = x.new_empty(ranks, B, h, T, D)
+    together("attention")
     dist.all_to_all_single(received.view(-1), sent, [row * T] * ranks, [row * n for n in lengths], group=group)
     return received.movedim(0, 1).reshape(B, ranks * h, T, D)

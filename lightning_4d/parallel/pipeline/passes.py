@@ -36,7 +36,7 @@ class Trace(Protocol):
         ...
 
 
-class _Unwind(BaseException):
+class Unwind(BaseException):
     """Ends a run at the entry of the next stage's first block; no ``except Exception`` of the user's stops it."""
 
 
@@ -163,7 +163,7 @@ class StagePass:
         try:
             with self._random(None), self._trace or nullcontext():
                 result = step()
-        except _Unwind as unwound:
+        except Unwind as unwound:
             unwound.__traceback__ = None  # its frames hold activations
         finally:
             self._calls.running = None
@@ -187,7 +187,7 @@ class StagePass:
         if number != self._next:
             raise self._wrong_order(f"block {self._plan.order[number]!r} was called")
         if number >= self._own.stop:
-            raise _Unwind
+            raise Unwind
         self._next += 1
         if self._trace is None:
             return self._run_block(number, original, args, kwargs)

@@ -16,6 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from lightning_4d.parallel.same_way import together
+
 Backward = Any  # a context of torch.autograd.Function
 
 # Names of torch 2.13, which deprecates those of 2.11.
@@ -97,6 +99,8 @@ class TensorGroup:
         return pieces.select(dim + 1, self.rank).flatten(dim, dim + 1)
 
     def _note(self, kind: str, tensor: Tensor, why: str, backward: bool) -> None:
+        if self.group is not None and not backward:
+            together(kind)
         if self.listener is not None:
             self.listener(Communication(kind, backward, tensor.numel() * tensor.element_size(), why))
 
