@@ -12,7 +12,7 @@ from torch.optim import SGD, AdamW
 from lightning_4d import NDStrategy, TPStrategy
 from tests.harness import compare, reference, train
 from tests.modules import MLP, EncoderStack, TinyGPT, ViT, WithScalar
-from tests.parallel.tensor.modules import Llama, NanoGPT, Perceptron, Running, Unusual
+from tests.parallel.tensor.modules import Llama, NanoGPT, Perceptron, Running, SkipStack, Unusual
 
 GPT = partial(TinyGPT, vocab=32, layers=2)
 UNUSED = "ddp_find_unused_parameters_true"
@@ -55,11 +55,12 @@ def test_gpt_on_every_layout(pool, tp, shard, replicate):
         slow(partial(ViT, layers=2)),
         slow(MLP),
         Perceptron,
+        SkipStack,
         slow(WithScalar),
         slow(Running),
     ],
     ids=[
-        "separate", "nano", "frozen", "llama", "llama_fused", "parallel", "encoder", "vit", "mlp", "perceptron",
+        "separate", "nano", "frozen", "llama", "llama_fused", "parallel", "encoder", "vit", "mlp", "perceptron", "skips",
         "scalar", "buffers",
     ],
 )  # fmt: skip

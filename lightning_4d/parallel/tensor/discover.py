@@ -47,8 +47,16 @@ def find_plan(root: nn.Module, blocks: Sequence[Block], size: int) -> TensorPlan
     Raises:
         UnsupportedError: nothing can be divided; names sizes that work.
     """
-    plan = TensorPlan(size, source="found by running blocks on fake tensors")
     blocks = blocks_to_run(root, blocks)
+    plan = _search(root, blocks, size)
+    if not _divides(plan):
+        raise _nothing_divides(root, blocks, size, plan)
+    _warn_of_whole_blocks(root, plan)
+    return plan
+
+
+def _search(root: nn.Module, blocks: Sequence[Block], size: int) -> TensorPlan:
+    plan = TensorPlan(size, source="found by running blocks on fake tensors")
     published = published_styles(root)
     if published:
         plan.source = "the model's own tp_plan, checked by running blocks on fake tensors"
@@ -62,10 +70,11 @@ def find_plan(root: nn.Module, blocks: Sequence[Block], size: int) -> TensorPlan
             prefix = f"{block.name}." if block.name else ""
             plan.choices |= {f"{prefix}{name}".rstrip("."): choice for name, choice in choices.items()}
         plan.choices |= vocabulary_choices(root, blocks, size)
-    if all(choice.style == "replicate" for choice in plan.choices.values()):
-        raise _nothing_divides(root, blocks, size, plan)
-    _warn_of_whole_blocks(root, plan)
     return plan
+
+
+def _divides(plan: TensorPlan) -> bool:
+    return any(choice.style != "replicate" for choice in plan.choices.values())
 
 
 def _warn_of_whole_blocks(root: nn.Module, plan: TensorPlan) -> None:
@@ -89,10 +98,11 @@ def _kinds(blocks: Sequence[Block]) -> Iterator[tuple[Block, dict[str, Any]]]:
 
 
 def blocks_to_run(root: nn.Module, blocks: Sequence[Block]) -> list[Block]:
-    """Return the blocks; without repeated layers, or where these are mere Linears, the whole model is one block."""
-    if not blocks or any(kind_of(block.module) is not None for block in blocks):
-        return [Block("", root)]
-    return list(blocks)
+    """Return the blocks that have layers to divide, not those that are one; without any the whole model is one block.
+
+    A chain of mere Linears stands beside other blocks where each merges a skip connection.
+    """
+    return [block for block in blocks if kind_of(block.module) is None] or [Block("", root)]
 
 
 def published_styles(root: nn.Module) -> dict[str, Choice]:
@@ -337,13 +347,10 @@ def _divides_in_parts(state: _State, name: str, gathers: int) -> bool:
 
 def _nothing_divides(root: nn.Module, blocks: Sequence[Block], size: int, plan: TensorPlan) -> UnsupportedError:
     reasons = list(dict.fromkeys(choice.why for choice in plan.choices.values()))[:3]
-    works = []
-    for smaller in divisors(size)[1:-1][::-1]:
-        with contextlib.suppress(UnsupportedError):
-            find_plan(root, blocks, smaller)
-            works.append(str(smaller))
-    hidden = sorted({length for b in blocks for m in b.module.modules() if (length := _heads(m))})
-    sizes = works or [str(d) for length in hidden[:1] for d in divisors(length)[1:]]
+    heads = sorted({count for block in blocks for module in block.module.modules() if (count := _heads(module))})
+    others = {d for number in (size, *heads[:1]) for d in divisors(number)} - {1, size}
+    nearest = sorted(others, key=lambda other: abs(other - size))[:4]
+    sizes = [str(other) for other in sorted(nearest) if _divides(_search(root, blocks, other))]
     return UnsupportedError(
         explain(
             f"tensor_parallel_size={size} for {type(root).__name__}: {'; '.join(reasons) or 'no layer to divide'}",

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from tests.modules import Attention, Regression, SyntheticModule, TinyGPT, rotate
+from tests.modules import Attention, Block, Regression, SyntheticModule, TinyGPT, rotate
 
 
 class RMSNorm(nn.Module):
@@ -303,3 +303,30 @@ class Unusual(NanoGPT):
             h = h[..., torch.arange(h.shape[-1] - 1, -1, -1)]
             x = x + block.mlp["c_proj"](h) + block.attn(block.ln_1(x))
         return self.lm_head(self.ln_f(x + self.wpe.weight)) / self.temperature
+
+
+class SkipStack(SyntheticModule):
+    """Blocks of which the later half also gets the outputs of the earlier one, merged by a chain of Linears (U-ViT)."""
+
+    def __init__(self, dim: int = 16, layers: int = 4, length: int = 8) -> None:
+        super().__init__(4, 48, 0.1)
+        self.length = length
+        self.inlet = nn.Linear(5, dim)
+        self.blocks = nn.ModuleList(Block(dim, 4, causal=False) for _ in range(layers))
+        self.merges = nn.ModuleList(nn.Linear(2 * dim, dim) for _ in range(layers // 2))
+        self.outlet = nn.Linear(dim, 5)
+
+    def dataset(self, split: str) -> TensorDataset:
+        count, generator = self._draw(split)
+        return TensorDataset(*(torch.randn(count, self.length, 5, generator=generator) for _ in range(2)))
+
+    def loss(self, batch: Any, stage: str) -> Tensor:
+        x_BTD, noise_BTD = batch
+        h_BTC, half, kept = self.inlet(x_BTD), len(self.merges), []
+        for number, block in enumerate(self.blocks):
+            if number >= half:
+                h_BTC = self.merges[number - half](torch.cat([h_BTC, kept.pop()], dim=-1))
+            h_BTC = block(h_BTC)
+            if number < half:
+                kept.append(h_BTC)
+        return F.mse_loss(self.outlet(h_BTC), noise_BTD)

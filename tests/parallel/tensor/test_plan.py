@@ -24,7 +24,7 @@ from lightning_4d.parallel.tensor import (
 )
 from lightning_4d.parallel.tensor import plan as plans
 from tests.modules import EncoderStack, TinyGPT, ViT, WithBuffers
-from tests.parallel.tensor.modules import Llama, NanoGPT, Perceptron
+from tests.parallel.tensor.modules import Llama, NanoGPT, Perceptron, SkipStack
 
 fused = pytest.mark.skipif(not private.HAS_STRIDED_SHARDS, reason="fused weights are divided since torch 2.13")
 IDEAL = {"all_reduce": 2}
@@ -127,9 +127,21 @@ def test_weights_that_are_computed_stay_whole():
     assert found["blocks.0.attention.q"] == "colwise"
 
 
+def _computed(module: nn.Module) -> None:
+    if isinstance(module, nn.Linear):
+        nn.utils.parametrizations.weight_norm(module)
+
+
+def test_chains_of_layers_beside_blocks_do_not_make_the_model_one_block():
+    found = styles(SkipStack(), 2)
+    assert found["blocks.0.mlp.0"] == found["blocks.3.mlp.0"] == "colwise"
+
+
 def test_nothing_to_divide_is_refused_with_sizes_that_work():
     with pytest.raises(UnsupportedError, match=r"tensor_parallel_size=3 for TinyGPT.*use tensor_parallel_size=2 or 4"):
         found_plan(TinyGPT(), 3)
+    with pytest.raises(UnsupportedError, match=r"use tensor_parallel_size=1\.$"):  # 2 was given, and 4 does not work
+        found_plan(TinyGPT(dim=6, heads=2, layers=1, vocab=31).requires_grad_(False).apply(_computed), 2)
     with pytest.raises(UnsupportedError, match="batch_norm"):
         find_plan(WithBuffers(), [], 2)
 
