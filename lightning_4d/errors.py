@@ -1,12 +1,25 @@
 """The exceptions of lightning_4d and the one form in which their messages are written.
 
 Every message has three parts in this order: what was given, the rule it breaks, the nearest thing that works.
-`explain` joins them, so that all errors of the package read alike. Standard library only.
+`explain` joins them, so that all errors of the package read alike; `user_line` says where. Standard library only.
 """
 
 from __future__ import annotations
 
-__all__ = ["CheckpointError", "LayoutError", "Lightning4DError", "PlanError", "UnsupportedError", "explain"]
+import sys
+from types import FrameType
+
+__all__ = [
+    "CheckpointError",
+    "LayoutError",
+    "Lightning4DError",
+    "PlanError",
+    "UnsupportedError",
+    "explain",
+    "user_line",
+]
+
+_FOREIGN = ("torch.", "torch", "lightning.", "lightning_4d", "torchmetrics.", "importlib.", "contextlib")
 
 
 class Lightning4DError(Exception):
@@ -48,3 +61,13 @@ def explain(given: str, rule: str, remedy: str) -> str:
 
 def _clause(text: str) -> str:
     return text.strip().rstrip(".").rstrip()
+
+
+def user_line() -> tuple[str, FrameType | None]:
+    """The nearest line outside of torch, Lightning and this package: "file:line", and its frame."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if not frame.f_globals.get("__name__", "").startswith(_FOREIGN):
+            return f"{frame.f_code.co_filename}:{frame.f_lineno}", frame
+        frame = frame.f_back
+    return "an unknown line", None

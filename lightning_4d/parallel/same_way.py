@@ -7,7 +7,6 @@ what they do next, and refuse when it is not the same. A step that does not ask 
 
 from __future__ import annotations
 
-import sys
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,10 +15,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_4d.errors import UnsupportedError, explain
+from lightning_4d.errors import UnsupportedError, explain, user_line
 
 _current: SameWay | None = None
-_FOREIGN = ("torch.", "torch", "lightning.", "lightning_4d", "torchmetrics.", "importlib.", "contextlib")
 _END = "the end of the step"
 
 
@@ -65,7 +63,7 @@ class SameWay:
         if not self._asked:
             return
         self._asked = False
-        what = what if what == _END else f"{what} at {_line()}"
+        what = what if what == _END else f"{what} at {user_line()[0]}"
         mine = torch.tensor([zlib.crc32(what.encode())], dtype=torch.int64, device=self._device)
         everyone = [torch.empty_like(mine) for _ in range(self._group.size())]
         dist.all_gather(everyone, mine, group=self._group)
@@ -102,12 +100,3 @@ def together(what: str) -> None:
     """
     if _current is not None:
         _current.compare(what)
-
-
-def _line() -> str:
-    frame = sys._getframe(2)
-    while frame is not None:
-        if not frame.f_globals.get("__name__", "").startswith(_FOREIGN):
-            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
-        frame = frame.f_back
-    return "an unknown line"

@@ -6,7 +6,6 @@ NumPy's names of arguments beside its own.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -14,9 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_4d._torch_private import tree_flatten, tree_map, tree_unflatten, without_torch_function
-from lightning_4d.errors import UnsupportedError, explain
+from lightning_4d.errors import UnsupportedError, explain, user_line
 
-_FOREIGN = ("torch.", "torch", "lightning.", "lightning_4d", "torchmetrics.", "importlib.")
 _NUMPY = {"axis": "dim", "keepdims": "keepdim", "x2": "other"}
 _FIRST = ("x", "a", "x1")  # NumPy's names of `input`
 
@@ -80,22 +78,14 @@ def _has_memory(tensor: Tensor) -> bool:
 
 
 def _changed(func: Any) -> UnsupportedError:
+    name, line = getattr(func, "__name__", func), user_line()[0]
     return UnsupportedError(
         explain(
-            f"{getattr(func, '__name__', func)} changes a view of a tensor that is divided among ranks ({_line()})",
+            f"{name} changes a view of a tensor that is divided among ranks ({line})",
             "the view is of a gathered copy, and the change would not reach the tensor itself",
             "change the tensor itself, by x[index] = value, or a clone of the view",
         )
     )
-
-
-def _line() -> str:
-    frame = sys._getframe(1)
-    while frame is not None:
-        if not frame.f_globals.get("__name__", "").startswith(_FOREIGN):
-            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
-        frame = frame.f_back
-    return "an unknown line"
 
 
 def spelled(args: tuple[Any, ...], kwargs: Mapping[str, Any] | None) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -60,8 +60,8 @@ def test_gpt_on_every_layout(pool, tp, shard, replicate):
         slow(Running),
     ],
     ids=[
-        "separate", "nano", "frozen", "llama", "llama_fused", "parallel", "encoder", "vit", "mlp", "perceptron", "skips",
-        "scalar", "buffers",
+        "separate", "nano", "frozen", "llama", "llama_fused", "parallel", "encoder", "vit", "mlp", "perceptron",
+        "skips", "scalar", "buffers",
     ],
 )  # fmt: skip
 def test_every_kind_of_module(pool, module):

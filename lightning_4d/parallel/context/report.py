@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 import warnings
-from types import FrameType
 
 import torch.distributed as dist
 
+from lightning_4d.errors import user_line
+
 _said: set[tuple[str, str, int]] = set()
-_OURS = "lightning_4d."
-_FOREIGN = ("torch.", "torch", "lightning.", "lightning_4d", "torchmetrics.", "importlib.")
 
 
 class GatherWarning(UserWarning):
@@ -35,14 +33,3 @@ def report_gather(operation: str) -> None:
         module=frame.f_globals.get("__name__", "") if frame else "",
         registry={},
     )
-
-
-def user_line() -> tuple[str, FrameType | None]:
-    """The nearest line outside of torch, Lightning and this package: "file:line", and its frame."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        module = frame.f_globals.get("__name__", "")
-        if not module.startswith(_FOREIGN):
-            return f"{frame.f_code.co_filename}:{frame.f_lineno}", frame
-        frame = frame.f_back
-    return "an unknown line", None

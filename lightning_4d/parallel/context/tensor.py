@@ -17,9 +17,9 @@ from torch import Tensor
 
 from lightning_4d import _torch_private as private
 from lightning_4d._torch_private import tree_flatten, tree_map, tree_unflatten
-from lightning_4d.errors import UnsupportedError, explain
+from lightning_4d.errors import UnsupportedError, explain, user_line
 from lightning_4d.parallel.context.communication import Sharding, gather, gather_plain, take_part
-from lightning_4d.parallel.context.report import report_gather, user_line
+from lightning_4d.parallel.context.report import report_gather
 from lightning_4d.parallel.parts import Divided
 from lightning_4d.parallel.views import GatheredView, spelled, unmarked, views_of
 
