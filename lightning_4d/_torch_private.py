@@ -652,10 +652,42 @@ def backward_of_inputs(
 
 
 def backward_of_weights(weights: Iterable[Tensor], groups: list[dict[str, Any]]) -> None:
-    """Compute the gradients of ``weights`` after :func:`backward_of_inputs` (``stage_backward_weight``)."""
+    """Compute the gradients of ``weights`` after :func:`backward_of_inputs` (``stage_backward_weight``).
+
+    It keeps what ``torch.autograd.grad`` gives as a weight's gradient, and adds the next microbatch's in place, though
+    two weights, or a weight and an input, may have been given one tensor.
+    """
     from torch.distributed.pipelining._backward import stage_backward_weight
 
+    weights = list(weights)
+    without = [weight for weight in weights if weight.grad is None]
     stage_backward_weight(iter(weights), groups)  # pyright: ignore[reportArgumentType]
+    for weight in without:
+        if weight.grad is not None and is_shared_gradient(weight.grad):
+            weight.grad = weight.grad.clone()
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# torch.autograd
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def is_shared_gradient(gradient: Tensor) -> bool:
+    """Whether someone else, or another element, may be in a gradient's memory; for a hook of a tensor, and ``.grad``.
+
+    Reason: autograd gives one tensor to several inputs (of a sum, say), and views of it. It keeps it as ``.grad`` and
+    adds the next one in place only where nothing else counts a reference to it, which it cannot see through a
+    DTensor. No public spelling of ``_use_count``, ``_base`` and the count of a storage. Unshared, a gradient has two
+    references, autograd's and the caller's, and its storage has two, its own and the Python object asked for here; a
+    view (a linear layer's weight gets a transposed product) has a base besides, which no one else holds.
+    """
+    if any(stride == 0 and size > 1 for stride, size in zip(gradient.stride(), gradient.shape, strict=True)):
+        return True  # one number seen as many, as the gradient of a sum's input is
+    base = gradient._base
+    storage = torch._C._storage_Use_Count(gradient.untyped_storage()._cdata)
+    if gradient._use_count() > 2:  # pyright: ignore[reportAttributeAccessIssue]
+        return True
+    return storage > 2 if base is None else storage > 3 or base._use_count() > 2
 
 
 # ----------------------------------------------------------------------------------------------------------------------

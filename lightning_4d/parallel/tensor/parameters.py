@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from lightning_4d._torch_private import strided_shard, strided_shard_parts
+from lightning_4d._torch_private import is_shared_gradient, strided_shard, strided_shard_parts
 from lightning_4d.absent import is_absent
 from lightning_4d.parallel.parts import mark_parameter
 from lightning_4d.parallel.tensor.sharded import Runtime, Sharded
@@ -88,8 +88,15 @@ def view(parameter: DTensor, runtime: Runtime, name: str) -> Tensor:
     """What user code computes with: this rank's part, or the whole."""
     split = split_of(parameter.placements[0])
     local = parameter.to_local()
+    if local.requires_grad:
+        local.register_hook(_own)
     made = local if split is None else Sharded(local, split.dim, split.parts, runtime, frozenset((name,)))
     return mark_parameter(made)
+
+
+def _own(gradient: Tensor) -> Tensor | None:
+    """Inside a DTensor, autograd takes a gradient for the parameter's own, and adds the next one to it in place."""
+    return gradient.clone() if is_shared_gradient(gradient) else None
 
 
 def split_of(placement: Placement) -> Split | None:
