@@ -75,6 +75,7 @@ class Feature:
     excludes: frozenset[str] = frozenset()
     rtol: float = 1e-10
     noise: float = NOISE  # of `compare`
+    alone: str = "auto"  # of `reference`
 
 
 def recompute_every_block() -> list[Callback]:
@@ -87,7 +88,7 @@ FEATURES = {
     "clipping": Feature(trainer={"gradient_clip_val": 0.05}),
     "ragged": Feature(module={"ragged": True}),
     # Under a pipeline each microbatch has numbers of its own, so that masks are equal in distribution only.
-    "dropout": Feature(module={"dropout": 0.25}, excludes=frozenset({"pipeline"})),
+    "dropout": Feature(module={"dropout": 0.25}, excludes=frozenset({"pipeline"}), alone="ddp"),
     "recompute": Feature(only={"callbacks": recompute_every_block}),
     "sequence": Feature(strategy={"sequence_parallel": True}, needs=frozenset({"tensor"})),
     # In float32's epsilons: gradients that are zero in exact arithmetic (key biases) hold the rounding noise of bf16.
@@ -175,9 +176,9 @@ class References:
     def of(self, case: Case) -> list[Recording]:
         """The record of each data-parallel rank."""
         feature, data = FEATURES[case.feature], 2 if "data" in case.axes else 1
-        key = (data, case.module, repr(feature.trainer), repr(feature.module))
+        key = (data, case.module, feature.alone, repr(feature.trainer), repr(feature.module))
         if key not in self._known:
-            self._known[key] = reference(self._pool, data, module_of(case), **feature.trainer)
+            self._known[key] = reference(self._pool, data, module_of(case), alone=feature.alone, **feature.trainer)
         return self._known[key]
 
 

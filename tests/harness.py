@@ -268,12 +268,16 @@ def reference(
     module: Callable[[], LightningModule],
     *,
     strategy: str = "ddp",
+    alone: str = "auto",
     timeout: float = 120.0,
     **train_kwargs: Any,
 ) -> list[Recording]:
     """The record of every rank of Lightning's own DDP over `data_parallel_size` ranks, or of one process if that is 1.
 
-    `train_kwargs` are those of `train`. Trained anew at each call.
+    `train_kwargs` are those of `train`. Trained anew at each call. `alone` is the strategy of one process: where
+    random numbers count it has to be DDP's too, because Lightning resets the seed when it launches one of several.
     """
-    name = strategy if data_parallel_size > 1 else "auto"
+    name = strategy
+    if data_parallel_size == 1:  # DDP would shuffle
+        name, train_kwargs = alone, {"use_distributed_sampler": False, **train_kwargs}
     return pool.run(data_parallel_size, train, module, name, timeout=timeout, **train_kwargs)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lightning_4d.parallel.tensor.pointwise import aligned
 from lightning_4d.parallel.tensor.products import row_wise
-from lightning_4d.parallel.tensor.randomness import own_generator
+from lightning_4d.parallel.tensor.randomness import own_generator, own_mask
 from lightning_4d.parallel.tensor.sharded import Sharded, entered, find_sharded, rule
 
 Args = tuple[Any, ...]
@@ -43,10 +43,45 @@ def _attention(func: Any, args: Args, kwargs: Kwargs) -> Any:
         return NotImplemented
     mask = None if mask is None else aligned(mask, query, _BACK, func)
     keys = [_heads_for(tensor, query, named.get("enable_gqa", False), func) for tensor in (key, value)]
+    if 0.0 < p < 1.0 and query.device.type == "cpu":  # torch writes it out as well
+        return query.like(_with_dropout(query, *keys, mask, p, causal, **named))
     own = own_generator(query.runtime.group, query.device) if p > 0.0 else contextlib.nullcontext()
     with own:
         local = func(query.local, *keys, attn_mask=mask, dropout_p=p, is_causal=causal, **named)
     return query.like(local)
+
+
+def _with_dropout(
+    query: Sharded,
+    key_BHSD: Tensor,
+    value_BHSD: Tensor,
+    mask: Tensor | None,
+    p: float,
+    causal: bool,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Attention of this rank's heads as one process has it on the CPU: with its part of the mask of all heads."""
+    kept = own_mask(query.runtime.group, (*query.shape[:-1], key_BHSD.shape[-2]), query.split_dim, 1 - p)
+    q, k, v = (_in_autocast(tensor) for tensor in (query.local, key_BHSD, value_BHSD))
+    dtype, wide = q.dtype, torch.promote_types(q.dtype, torch.float32)
+    with torch.autocast("cpu", enabled=False):
+        q, k, v = (tensor.to(wide) for tensor in (q, k, v))
+        if enable_gqa:
+            k, v = (tensor.repeat_interleave(q.shape[-_BACK] // tensor.shape[-_BACK], -_BACK) for tensor in (k, v))
+        scores = (q * (q.shape[-1] ** -0.5 if scale is None else scale)) @ k.mT
+        if causal:
+            mask = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
+        if mask is not None:
+            scores = scores + (_to_added(~mask, wide) if mask.dtype == torch.bool else mask.to(wide))
+        weights = scores.softmax(dim=-1).masked_fill(kept == 0, 0.0)
+        return (weights @ (v / (1 - p))).to(dtype)
+
+
+def _in_autocast(tensor: Tensor) -> Tensor:
+    """The argument of an attention, which autocast takes in its own dtype."""
+    cast = torch.is_autocast_enabled("cpu") and tensor.dtype == torch.float32
+    return tensor.to(torch.get_autocast_dtype("cpu")) if cast else tensor
 
 
 def _by_heads(*tensors: Tensor) -> bool:

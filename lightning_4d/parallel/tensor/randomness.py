@@ -9,13 +9,14 @@ one and the rank.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lightning_4d._torch_private import is_fake
 from lightning_4d.parallel.parts import empty_as_whole
 from lightning_4d.parallel.tensor.group import TensorGroup
 from lightning_4d.parallel.tensor.sharded import Sharded
@@ -33,7 +34,8 @@ def dropout(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if p == 1.0:
         return value * 0.0
     if value.device.type == "cpu":
-        return value.like(value.local * own_mask(value, p))
+        kept = own_mask(value.runtime.group, value.shape, value.split_dim, 1 - p, value.local, value.parts)
+        return value.like(value.local * kept.div(1 - p))
     with own_generator(value.runtime.group, value.device):
         return value.like(F.dropout(value.local, p, training=True))
 
@@ -44,10 +46,26 @@ def _arguments(
     return input, p, train if training is None else training
 
 
-def own_mask(value: Sharded, p: float) -> Tensor:
-    """This rank's part of the mask of the whole tensor, scaled: what F.dropout multiplies with on the CPU."""
-    mask = empty_as_whole(value.shape, value.local).bernoulli_(1 - p)
-    return value.runtime.group.cut(mask, value.split_dim, value.parts).div(1 - p)
+def own_mask(
+    group: TensorGroup,
+    shape: Sequence[int],
+    dim: int,
+    kept: float,
+    part: Tensor | None = None,
+    parts: int = 1,
+) -> Tensor:
+    """This rank's part of the mask of a whole tensor, 1.0 where it is kept: what one process draws on the CPU.
+
+    Args:
+        group: the ranks that each take their part.
+        shape: of the whole tensor.
+        dim: the divided dim.
+        kept: the probability of 1.0.
+        part: what the mask is for, if that may be transposed: noise is drawn in the order of memory.
+        parts: of the divided dim.
+    """
+    whole = torch.empty(tuple(shape)) if part is None else empty_as_whole(shape, part)
+    return group.cut(whole.bernoulli_(kept), dim, parts)
 
 
 @contextlib.contextmanager
@@ -56,7 +74,11 @@ def own_generator(group: TensorGroup, device: torch.device) -> Iterator[None]:
 
     Which ranks must call: all of the group.
     """
-    seed = int(torch.randint(2**62, (), device="cpu")) + group.rank
+    drawn = torch.randint(2**62, (), device="cpu")
+    if is_fake(drawn):  # no numbers are drawn in a run on fake tensors
+        yield
+        return
+    seed = int(drawn) + group.rank
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices):
         torch.manual_seed(seed) if device.type != "cuda" else torch.cuda.manual_seed(seed)

@@ -158,6 +158,13 @@ def test_a_tied_parameter_is_one_tensor_in_a_model_that_is_one_block():
     assert found["head"] == found["embedding"] == "replicate"
 
 
+def test_dropout_in_attention_leaves_it_divided():
+    for fused in (False, True):
+        without, dropping = (styles(TinyGPT(fused_qkv=fused, dropout=p), 2) for p in (0.0, 0.5))
+        assert dropping == without
+        assert dropping["blocks.0.attention.out"] == "rowwise"
+
+
 def test_finding_a_plan_leaves_no_trace():
     module = NanoGPT(dropout=0.5)
     before = {name: parameter.clone() for name, parameter in module.named_parameters()}

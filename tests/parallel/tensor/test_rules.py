@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -169,6 +170,7 @@ def attention_cases() -> list[str]:
 
     def check(name: str, function: Callable[..., Tensor], *tensors: tuple[Tensor, int | None]) -> None:
         whole = [tensor.clone().requires_grad_() for tensor, _ in tensors]
+        torch.manual_seed(0)
         expected = function(*whole)
         expected.pow(2).sum().backward()
         locals_, given = [], []
@@ -176,6 +178,7 @@ def attention_cases() -> list[str]:
             local = (tensor if dim is None else common.group.cut(tensor, dim)).clone().requires_grad_()
             locals_.append(local)
             given.append(local * 1 if dim is None else Sharded(local * 1, dim, 1, common))
+        torch.manual_seed(0)
         result = whole_values(function(*given))
         result.pow(2).sum().backward()
         for label, mine, theirs in [("output", result, expected)] + [
@@ -195,6 +198,15 @@ def attention_cases() -> list[str]:
     check("whole", lambda a, b, c: sdpa(a, b, c), (q, 1), (q * 0.3, None), (q + 1, None))
     check("mask", lambda a, m: sdpa(a, a, a, attn_mask=m), (q, 1), (drawn(2, 4, 5, 5), None))
     check("one mask", lambda a, m: sdpa(a, a, a, attn_mask=m), (q, 1), (drawn(2, 1, 5, 5), None))
+    seen = torch.ones(5, 5, dtype=torch.bool).tril(1)
+    for p in (0.4, 1.0):
+        drops = partial(sdpa, dropout_p=p)
+        check(f"dropout {p}", drops, (q, 1), (q * 0.3, 1), (q + 1, 1))
+        check(f"causal, dropout {p}", partial(drops, is_causal=True, scale=0.7), (q, 1), (q * 0.3, 1), (q + 1, 1))
+        check(f"grouped, dropout {p}", partial(drops, enable_gqa=True), (q, 1), (k, 1), (v, 1))
+        check(f"grouped whole, dropout {p}", partial(drops, enable_gqa=True), (q, 1), (k, None), (v, None))
+        check(f"mask, dropout {p}", lambda a, m, f=drops: f(a, a, a, m), (q, 1), (drawn(2, 4, 5, 5), None))
+        check(f"seen, dropout {p}", lambda a, f=drops: f(a, a, a, seen), (q, 1))
     return failed
 
 
