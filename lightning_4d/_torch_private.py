@@ -683,7 +683,7 @@ def is_shared_gradient(gradient: Tensor) -> bool:
     """
     if any(stride == 0 and size > 1 for stride, size in zip(gradient.stride(), gradient.shape, strict=True)):
         return True  # one number seen as many, as the gradient of a sum's input is
-    base = gradient._base
+    base: Any = gradient._base
     storage = torch._C._storage_Use_Count(gradient.untyped_storage()._cdata)
     if gradient._use_count() > 2:  # pyright: ignore[reportAttributeAccessIssue]
         return True

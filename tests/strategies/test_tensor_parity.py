@@ -105,11 +105,12 @@ def test_code_without_rules_is_gathered(pool):
 @pytest.mark.slow
 def test_dropout_is_that_of_one_process(pool):
     # Masks of whole tensors are drawn whole and cut, so that they are the very same on the CPU.
-    module = partial(NanoGPT, dropout=0.3)
-    expected = pool.run(1, train, module, NDStrategy)[0]  # its random numbers are DDP's, not those of "auto"
-    for actual in pool.run(2, train, module, TPStrategy):
-        compare(actual, expected, rtol=1e-10)
-    check(pool, module, 2, 2)
+    for module in (NanoGPT, partial(TinyGPT, vocab=32, rope=True), EncoderStack):
+        module = partial(module, dropout=0.3)
+        (expected,) = reference(pool, 1, module, alone="ddp")  # which resets the seed as ours does
+        for actual in pool.run(2, train, module, TPStrategy):
+            compare(actual, expected, rtol=1e-10)
+        check(pool, module, 2, 2)
 
 
 @pytest.mark.parametrize("clip", ["norm", slow("value")])

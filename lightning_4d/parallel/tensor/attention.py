@@ -42,12 +42,12 @@ def _attention(func: Any, args: Args, kwargs: Kwargs) -> Any:
     if type(query) is not Sharded:
         return NotImplemented
     mask = None if mask is None else aligned(mask, query, _BACK, func)
-    keys = [_heads_for(tensor, query, named.get("enable_gqa", False), func) for tensor in (key, value)]
+    key, value = (_heads_for(tensor, query, named.get("enable_gqa", False), func) for tensor in (key, value))
     if 0.0 < p < 1.0 and query.device.type == "cpu":  # torch writes it out as well
-        return query.like(_with_dropout(query, *keys, mask, p, causal, **named))
+        return query.like(_with_dropout(query, key, value, mask, p, causal, **named))
     own = own_generator(query.runtime.group, query.device) if p > 0.0 else contextlib.nullcontext()
     with own:
-        local = func(query.local, *keys, attn_mask=mask, dropout_p=p, is_causal=causal, **named)
+        local = func(query.local, key, value, attn_mask=mask, dropout_p=p, is_causal=causal, **named)
     return query.like(local)
 
 
