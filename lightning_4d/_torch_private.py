@@ -673,7 +673,7 @@ def backward_of_weights(weights: Iterable[Tensor], groups: list[dict[str, Any]])
 
 
 def is_shared_gradient(gradient: Tensor) -> bool:
-    """Whether someone else, or another element, may be in a gradient's memory; for a hook of a tensor, and ``.grad``.
+    """Whether other tensors use a gradient's memory, or its elements share it. Of what a hook gets, or of ``.grad``.
 
     Reason: autograd gives one tensor to several inputs (of a sum, say), and views of it. It keeps it as ``.grad`` and
     adds the next one in place only where nothing else counts a reference to it, which it cannot see through a

@@ -337,6 +337,7 @@ def _cat(func: Any, args: Args, kwargs: Kwargs) -> Any:
     lead = find_sharded(tensors)
     if lead is None or unknown or normal(dim, lead.dim()) == lead.split_dim:
         return NotImplemented
+    tensors = [tensor for tensor in tensors if tensor.shape != (0,)]  # as caches of keys and values begin
     back = lead.dim() - lead.split_dim
     if any(tensor.dim() != lead.dim() for tensor in tensors):
         return NotImplemented

@@ -71,6 +71,8 @@ CASES: dict[str, Case] = {
     "rms norm": (lambda x, w: F.rms_norm(x, (4,), w), 2, 1, (2, 3, 4), (4,)),
     "head linear": (lambda x, w: F.linear(x, w, w[:, 0]), 2, 1, (2, 3, 4, 5), (6, 5)),
     "cat": (lambda x, w: torch.cat((x, w, x * 2), dim=-1), 1, 1, (3, 4, 2), (3, 4, 5)),
+    "cat to an empty one": (lambda x, w: torch.cat((torch.tensor([]), x, x * 2), dim=-2), 1, 1, (3, 4, 2, 2), (1,)),
+    "cat to an empty one only": (lambda x, w: torch.cat((torch.tensor([]), x), dim=0) * 2, 1, 1, (3, 4), (1,)),
     "stack": (lambda x, w: torch.stack((x, w), dim=1), 1, 1, (3, 4), (3, 4)),
     "repeat": (lambda x, w: x.repeat_interleave(3, dim=1)[:, :, None].expand(2, 12, 2, 5), 1, 1, (2, 4, 5), (1,)),
     "rotate": (lambda x, w: x * w + torch.cat((-x[..., 2:], x[..., :2]), -1), 2, 1, (2, 3, 4, 4), (3, 1, 4)),
