@@ -652,19 +652,10 @@ def backward_of_inputs(
 
 
 def backward_of_weights(weights: Iterable[Tensor], groups: list[dict[str, Any]]) -> None:
-    """Compute the gradients of ``weights`` after :func:`backward_of_inputs` (``stage_backward_weight``).
-
-    It keeps what ``torch.autograd.grad`` gives as a weight's gradient, and adds the next microbatch's in place, though
-    two weights, or a weight and an input, may have been given one tensor.
-    """
+    """Compute the gradients of ``weights`` after :func:`backward_of_inputs` (``stage_backward_weight``)."""
     from torch.distributed.pipelining._backward import stage_backward_weight
 
-    weights = list(weights)
-    without = [weight for weight in weights if weight.grad is None]
     stage_backward_weight(iter(weights), groups)  # pyright: ignore[reportArgumentType]
-    for weight in without:
-        if weight.grad is not None and is_shared_gradient(weight.grad):
-            weight.grad = weight.grad.clone()
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -675,11 +666,12 @@ def backward_of_weights(weights: Iterable[Tensor], groups: list[dict[str, Any]])
 def is_shared_gradient(gradient: Tensor) -> bool:
     """Whether other tensors use a gradient's memory, or its elements share it. Of what a hook gets, or of ``.grad``.
 
-    Reason: autograd gives one tensor to several inputs (of a sum, say), and views of it. It keeps it as ``.grad`` and
-    adds the next one in place only where nothing else counts a reference to it, which it cannot see through a
-    DTensor. No public spelling of ``_use_count``, ``_base`` and the count of a storage. Unshared, a gradient has two
-    references, autograd's and the caller's, and its storage has two, its own and the Python object asked for here; a
-    view (a linear layer's weight gets a transposed product) has a base besides, which no one else holds.
+    Reason: autograd gives one tensor, or views of it, to several inputs (of a sum, say). Where it keeps that as
+    ``.grad``, it adds the next one in place, unless it counts another reference to it; it counts none in a DTensor, nor
+    those of other views. No public spelling of ``_use_count``, ``_base`` and the count of a storage. Unshared, a
+    gradient has two references, autograd's and the caller's, and its storage has two, its own and the Python object
+    asked for here; a view (a linear layer's weight gets a transposed product) has a base besides, which no one else
+    holds.
     """
     if any(stride == 0 and size > 1 for stride, size in zip(gradient.stride(), gradient.shape, strict=True)):
         return True  # one number seen as many, as the gradient of a sum's input is
@@ -688,6 +680,20 @@ def is_shared_gradient(gradient: Tensor) -> bool:
     if gradient._use_count() > 2:  # pyright: ignore[reportAttributeAccessIssue]
         return True
     return storage > 2 if base is None else storage > 3 or base._use_count() > 2
+
+
+@contextlib.contextmanager
+def own_gradients(leaves: Iterable[Tensor]) -> Iterator[None]:
+    """What gets its first gradient inside does not share it, so that others may be added to it in place.
+
+    Around every backward but the last of a sum. Reason: as :func:`is_shared_gradient`; besides,
+    ``stage_backward_weight`` adds in place to what ``torch.autograd.grad`` gave.
+    """
+    without = [leaf for leaf in leaves if leaf.grad is None]
+    yield
+    for leaf in without:
+        if leaf.grad is not None and is_shared_gradient(leaf.grad):
+            leaf.grad = leaf.grad.clone()
 
 
 # ----------------------------------------------------------------------------------------------------------------------

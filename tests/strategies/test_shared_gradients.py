@@ -24,25 +24,29 @@ LENGTH, DIM = 10, 16
 class SumBlock(Block):
     """Sums of parameters of one shape: weights, biases, offsets that one row adds as they are; and a sum of one."""
 
-    def __init__(self) -> None:
+    def __init__(self, views: bool) -> None:
         super().__init__(DIM, 2, fused_qkv=False, causal=False)
+        self.views = views  # torch itself adds to shared views in place, so without further batches only
         self.weight, self.update = (nn.Parameter(0.1 * torch.randn(DIM, DIM)) for _ in range(2))
+        if views:
+            self.left, self.right = (nn.Parameter(torch.eye(DIM) + 0.1 * torch.randn(DIM, DIM)) for _ in range(2))
         self.bias, self.shift = (nn.Parameter(0.1 * torch.randn(DIM)) for _ in range(2))
         self.level = nn.Parameter(0.1 * torch.randn(DIM))  # its gradient is one number, seen as many
         self.offset, self.other = (nn.Parameter(0.1 * torch.randn(1, LENGTH, DIM)) for _ in range(2))
 
     def forward(self, x_BTC: Tensor) -> Tensor:
         x_BTC = super().forward(x_BTC) * (1 + self.level.sum()) + self.offset + self.other
-        return F.linear(x_BTC, self.weight + self.update, self.bias - self.shift)
+        x_BTC = F.linear(x_BTC, self.weight + self.update, self.bias - self.shift)
+        return x_BTC @ (self.left.T + self.right.T) if self.views else x_BTC
 
 
 class Sums(ViT):
     """A class token and positions that share a row of a gradient, and blocks of sums."""
 
-    def __init__(self, **kwargs: Any) -> None:
+    def __init__(self, views: bool = False, **kwargs: Any) -> None:
         super().__init__(dim=DIM, layers=4, **kwargs)
         self.positions = nn.Parameter(self.positions.detach()[None].clone())
-        self.blocks = nn.Sequential(*(SumBlock() for _ in range(4)))
+        self.blocks = nn.Sequential(*(SumBlock(views) for _ in range(4)))
         self.update = nn.Parameter(0.1 * torch.randn_like(self.head.weight))
 
     def forward(self, patches_BPC: Tensor) -> Tensor:
@@ -53,6 +57,7 @@ class Sums(ViT):
 
 ONE_ROW = {"module": {"batch_size": 1}, "trainer": {"accumulate_grad_batches": 3, "gradient_clip_val": 0.05}}
 MICROBATCHES = {"strategy": {"num_microbatches": 4}, "trainer": {"gradient_clip_val": 0.05}}
+VIEWS = {"module": {"views": True}, "strategy": {"num_microbatches": 4}}
 ZERO_BUBBLE = {"strategy": {"num_microbatches": 4, "pipeline_schedule": "zbv"}}
 CASES: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
     "dp": ({"data_parallel_shard_size": 2}, ONE_ROW),
@@ -61,6 +66,8 @@ CASES: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
     "dp.tp": ({"data_parallel_shard_size": 2, "tensor_parallel_size": 2}, ONE_ROW),
     "cp.tp": ({"context_parallel_size": 2, "tensor_parallel_size": 2}, ONE_ROW),
     "pp": ({"pipeline_parallel_size": 2}, MICROBATCHES),
+    "pp, views": ({"pipeline_parallel_size": 2}, VIEWS),
+    "pp.dp, views": ({"pipeline_parallel_size": 2, "data_parallel_shard_size": 2}, VIEWS),
     "pp, zero bubble": ({"pipeline_parallel_size": 2}, ZERO_BUBBLE),
     "pp.tp": ({"pipeline_parallel_size": 2, "tensor_parallel_size": 2}, MICROBATCHES),
     "pp.tp, zero bubble": ({"pipeline_parallel_size": 2, "tensor_parallel_size": 2}, ZERO_BUBBLE),
@@ -68,7 +75,7 @@ CASES: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
 }
 
 
-BY_DEFAULT = {"tp", "dp.tp", "pp, zero bubble", "pp.tp"}
+BY_DEFAULT = {"tp", "dp.tp", "pp, views", "pp, zero bubble", "pp.tp"}
 
 
 @pytest.mark.parametrize(

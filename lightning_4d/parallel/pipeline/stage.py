@@ -181,7 +181,8 @@ class Stage:
 
     def _whole_backward(self, roots: Sequence[Tensor], seeds: Sequence[Tensor | None]) -> None:
         if roots:
-            torch.autograd.backward(roots, seeds)  # pyright: ignore[reportArgumentType]
+            with private.own_gradients(self._weights()):  # other microbatches add to them in place
+                torch.autograd.backward(roots, seeds)  # pyright: ignore[reportArgumentType]
 
     def _split_backward(
         self, microbatch: int, inputs: list[Tensor], roots: list[Tensor], seeds: list[Tensor | None]
@@ -192,7 +193,12 @@ class Stage:
             self._pending[microbatch] = lambda: self._whole_backward(roots, seeds)
             return
         _, groups = private.backward_of_inputs(roots, seeds, differentiable, self._weights())
-        self._pending[microbatch] = lambda: private.backward_of_weights(self._weights(), groups)
+        self._pending[microbatch] = lambda: self._backward_of_weights(groups)
+
+    def _backward_of_weights(self, groups: list[dict[str, Any]]) -> None:
+        weights = self._weights()
+        with private.own_gradients(weights):
+            private.backward_of_weights(weights, groups)
 
     def backward_weight_one_chunk(self, microbatch: int, last_backward: bool = False) -> None:
         """Run the part of a backward that no other stage waits for."""
