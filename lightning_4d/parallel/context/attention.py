@@ -53,6 +53,8 @@ def context_attention(
     multiple = _CUDA_MULTIPLE if q_BHTD.is_cuda else 1
     width = -(-max(size, value_size) // multiple) * multiple
     q, k, v = (F.pad(t, (0, width - t.shape[-1])) if t.shape[-1] < width else t for t in (q_BHTD, k_BGSD, v_BGSD))
+    if mask is not None and mask.dim() == 3:  # of each head (ALiBi): kernels take 2 dims or 4
+        mask = mask.unsqueeze(0)
     if groups.ulysses_size > 1:
         out = _with_all_to_all(q, k, v, groups, queries, keys, mask, is_causal, scale)
     else:

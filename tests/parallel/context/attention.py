@@ -48,7 +48,7 @@ class Case:
         return tuple(t.to(self.dtype) for t in (q * self.magnitude, k, v, grad))  # type: ignore[return-value]
 
     def make_mask(self) -> Tensor | None:
-        """A boolean mask, or a floating one, of (batch or 1, heads or 1, length, keys)."""
+        """A boolean mask, or a floating one, that broadcasts to (batch, heads, length, keys)."""
         return (
             None if self.mask is None else MASKS[self.mask](self).to(self.dtype if "bias" in self.mask else torch.bool)
         )
@@ -91,6 +91,14 @@ def _row_bias(case: Case) -> Tensor:
     return torch.randn(case.batch, 1, case.length, 1, generator=torch.Generator().manual_seed(2))
 
 
+def _head_bias(case: Case) -> Tensor:
+    return _bias(case).squeeze(0)
+
+
+def _keys(case: Case) -> Tensor:
+    return (torch.arange(case.keys or case.length) % 4 != 2)[None]
+
+
 MASKS: dict[str, Any] = {
     "window": _window,
     "documents": _documents,
@@ -99,6 +107,8 @@ MASKS: dict[str, Any] = {
     "bias": _bias,
     "row_bias": _row_bias,
     "floor bias": _floor_bias,
+    "head bias": _head_bias,
+    "keys": _keys,
 }
 
 
@@ -165,6 +175,9 @@ CASES = [
     Case("gqa padding", mask="padding", key_heads=2),
     Case("fully masked rows", mask="blind"),
     Case("bias of each head", mask="bias"),
+    Case("bias of each head, without the batch", mask="head bias"),
+    Case("mask of keys alone", mask="keys"),
+    Case("cross, mask of keys alone", keys=9, mask="keys"),
     Case("bias of each row", mask="row_bias"),
     Case("rows hidden by the lowest number", mask="floor bias"),
     Case("odd length", length=13, is_causal=True),
