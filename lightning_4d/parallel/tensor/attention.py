@@ -62,7 +62,9 @@ def _with_dropout(
     enable_gqa: bool = False,
 ) -> Tensor:
     """Attention of this rank's heads as one process has it on the CPU: with its part of the mask of all heads."""
-    kept = own_mask(query.runtime.group, (*query.shape[:-1], key_BHSD.shape[-2]), query.split_dim, 1 - p)
+    batch = torch.broadcast_shapes(query.shape[:-_BACK], key_BHSD.shape[:-_BACK])
+    shape = (*batch, *query.shape[-_BACK:-1], key_BHSD.shape[-2])
+    kept = own_mask(query.runtime.group, shape, len(batch), 1 - p)
     q, k, v = (_in_autocast(tensor) for tensor in (query.local, key_BHSD, value_BHSD))
     dtype, wide = q.dtype, torch.promote_types(q.dtype, torch.float32)
     with torch.autocast("cpu", enabled=False):

@@ -64,7 +64,7 @@ def own_mask(
         part: what the mask is for, if that may be transposed: noise is drawn in the order of memory.
         parts: of the divided dim.
     """
-    whole = torch.empty(tuple(shape)) if part is None else empty_as_whole(shape, part)
+    whole = torch.empty(tuple(shape), device="cpu") if part is None else empty_as_whole(shape, part)
     return group.cut(whole.bernoulli_(kept), dim, parts)
 
 

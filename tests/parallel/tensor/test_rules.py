@@ -208,6 +208,7 @@ def attention_cases() -> list[str]:
         check(f"grouped, dropout {p}", partial(drops, enable_gqa=True), (q, 1), (k, 1), (v, 1))
         check(f"grouped whole, dropout {p}", partial(drops, enable_gqa=True), (q, 1), (k, None), (v, None))
         check(f"mask, dropout {p}", lambda a, m, f=drops: f(a, a, a, m), (q, 1), (drawn(2, 4, 5, 5), None))
+        check(f"one query, dropout {p}", drops, (q[:1], 1), (q * 0.3, 1), (q + 1, 1))
         check(f"seen, dropout {p}", lambda a, f=drops: f(a, a, a, seen), (q, 1))
     return failed
 
